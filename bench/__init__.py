@@ -1,0 +1,1 @@
+"""Benchmarks behind the figures of the README, and the machinery they share."""

@@ -1,0 +1,1 @@
+"""KV connectors: the protocol, stores and pipelines that join with the connector seam."""

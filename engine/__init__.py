@@ -1,0 +1,1 @@
+"""Requests, blocks, scheduling, the loop, text in and out. Plain Python: no torch."""

@@ -1,0 +1,209 @@
+"""The engine's options: flat keywords with vLLM's names, and the parts that vLLM groups them in.
+
+Defaults are written here once. What a machine or a model decides is filled in by
+`EngineConfig.resolved`, never by changing an object.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import uuid
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from interlace.engine.errors import ConfigError
+from interlace.engine.options import Options
+
+SchedulingPolicy = Literal["fcfs", "priority"]
+KVRole = Literal["kv_producer", "kv_consumer", "kv_both"]
+DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class KVTransferConfig(Options):
+    """Which KV connector to use and how (vLLM's `KVTransferConfig`).
+
+    This version of Interlace has the type but no connector yet: an engine that is given a
+    `kv_connector` refuses to start.
+    """
+
+    kv_connector: str | None = None
+    """Name of a registered connector, or of a class in `kv_connector_module_path`."""
+    kv_role: KVRole | None = None
+    """Mandatory as soon as `kv_connector` is set."""
+    kv_connector_module_path: str | None = None
+    kv_connector_extra_config: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    kv_load_failure_policy: Literal["fail", "recompute"] = "fail"
+    engine_id: str = dataclasses.field(default_factory=lambda: str(uuid.uuid4()))
+
+    def __post_init__(self) -> None:
+        self.require_choice("kv_role", (None, "kv_producer", "kv_consumer", "kv_both"))
+        self.require_choice("kv_load_failure_policy", ("fail", "recompute"))
+        self.require(
+            self.kv_connector is None or self.kv_role is not None,
+            "kv_connector needs a kv_role: kv_producer, kv_consumer or kv_both.",
+        )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """What the loaded model is. Sizes in tokens."""
+
+    model: str
+    dtype: str
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    seed: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CacheConfig:
+    """The paged KV cache."""
+
+    block_size: int
+    """Tokens per block."""
+    num_gpu_blocks: int
+    """Blocks in the pool, the null block (id 0) included."""
+    enable_prefix_caching: bool = True
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """Limits of one step and of the queues."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    policy: SchedulingPolicy = "fcfs"
+    max_inflight_steps: int = 1
+    max_waiting_requests: int = 4096
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EngineConfig(Options):
+    """All options of an engine. Immutable; unknown keywords and bad values are refused.
+
+    None means "decided when the model is loaded"; `AsyncEngine.config` then shows what was
+    decided. Raises: `ConfigError` at construction.
+    """
+
+    model: str = "smollm2-135m"
+    """`smollm2-135m`, a GGUF file, a Hugging Face folder, or a hub id."""
+    tokenizer: str | None = None
+    """Folder with a `tokenizer.json` to use in place of the model's own tokenizer."""
+    dtype: str = "auto"
+    """Of weights and KV cache; `auto` is float32 on a CPU."""
+    device: str = "auto"
+    """`auto` or `cpu`."""
+    max_model_len: int | None = None
+    """Most tokens of a request, prompt and answer together; None is the model's own limit."""
+    max_num_seqs: int = 256
+    """Most requests in one step."""
+    max_num_batched_tokens: int | None = None
+    """Token budget of one step; None is 2048 on a CPU."""
+    block_size: int = 16
+    """Tokens per KV block."""
+    num_gpu_blocks_override: int | None = None
+    """Blocks in the KV pool, the null block included; wins over `kv_cache_bytes`."""
+    kv_cache_bytes: int | None = None
+    """Size of the KV pool; None is 1 GiB on a CPU, and at least one `max_model_len`."""
+    gpu_memory_utilization: float | None = None
+    """Only for a GPU: refused on a CPU."""
+    enable_prefix_caching: bool = True
+    disable_hybrid_kv_cache_manager: bool | None = None
+    """Models with several KV-cache groups are not there yet, so False is refused."""
+    scheduling_policy: SchedulingPolicy = "fcfs"
+    """`priority`: lower numbers first, then arrival."""
+    cudagraph_mode: str | None = None
+    """Only for a GPU: on a CPU nothing but None or "NONE" is accepted."""
+    max_inflight_steps: int | None = None
+    """1, or 2 to prepare a step while the one before runs; None is 1 on a CPU."""
+    max_waiting_requests: int = 4096
+    """Beyond it `generate` raises `EngineBusyError`."""
+    skip_tokenizer_init: bool = False
+    """Token ids in and out only."""
+    kv_transfer_config: KVTransferConfig | None = None
+    seed: int = 0
+    """Of requests that sample without a seed of their own."""
+
+    def __post_init__(self) -> None:
+        self.require(
+            isinstance(self.model, str) and self.model.strip() != "", "model must be a name or path."
+        )
+        self.require_choice("dtype", DTYPES)
+        self.require(
+            self.device in ("auto", "cpu"),
+            f"device {self.device!r} is not supported by this version; use 'cpu' or 'auto'.",
+        )
+        for name in ("max_model_len", "max_num_batched_tokens", "num_gpu_blocks_override"):
+            if getattr(self, name) is not None:
+                self.require_int(name, 2 if name == "num_gpu_blocks_override" else 1)
+        if self.kv_cache_bytes is not None:
+            self.require_int("kv_cache_bytes", 1)
+        self.require_int("max_num_seqs", 1)
+        self.require_int("block_size", 1)
+        self.require_int("max_waiting_requests", 1)
+        if self.max_inflight_steps is not None:
+            self.require_int("max_inflight_steps", 1, 2)
+        self.require_int("seed", 0, 2**63 - 1)
+        self.require_choice("scheduling_policy", ("fcfs", "priority"))
+        self.require_choice("enable_prefix_caching", (True, False))
+        self.require_choice("skip_tokenizer_init", (True, False))
+        self._refuse_what_needs_more()
+
+    def _refuse_what_needs_more(self) -> None:
+        """Refuse options that later versions or other devices would honour."""
+        self.require(
+            self.gpu_memory_utilization is None,
+            "gpu_memory_utilization applies to a GPU; set kv_cache_bytes on a CPU.",
+        )
+        self.require(
+            self.cudagraph_mode in (None, "NONE"),
+            f"cudagraph_mode {self.cudagraph_mode!r} needs a CUDA device; leave it out.",
+        )
+        self.require(
+            self.disable_hybrid_kv_cache_manager in (None, True),
+            "there is one KV-cache group, so no hybrid manager to enable; leave this option out.",
+        )
+        ktc = self.kv_transfer_config
+        self.require(
+            ktc is None or isinstance(ktc, KVTransferConfig),
+            f"kv_transfer_config must be a KVTransferConfig, not {type(ktc).__name__}.",
+        )
+        self.require(
+            ktc is None or ktc.kv_connector is None,
+            "this version has no KV connectors yet; leave kv_transfer_config out.",
+        )
+
+    def resolved(self, **decided: Any) -> EngineConfig:
+        """A copy with what the model and the machine decided filled in."""
+        return dataclasses.replace(self, **decided)
+
+    def _decided(self, name: str) -> int:
+        value = getattr(self, name)
+        if value is None:
+            raise ConfigError(f"{name} is decided when the model is loaded; set it to use it now.")
+        assert isinstance(value, int)
+        return value
+
+    @property
+    def cache_config(self) -> CacheConfig:
+        """The KV-cache part of a resolved configuration. Raises `ConfigError` before that."""
+        return CacheConfig(
+            block_size=self.block_size,
+            num_gpu_blocks=self._decided("num_gpu_blocks_override"),
+            enable_prefix_caching=self.enable_prefix_caching,
+        )
+
+    @property
+    def scheduler_config(self) -> SchedulerConfig:
+        """The scheduler part of a resolved configuration. Raises `ConfigError` before that."""
+        return SchedulerConfig(
+            max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=self._decided("max_num_batched_tokens"),
+            max_model_len=self._decided("max_model_len"),
+            policy=self.scheduling_policy,
+            max_inflight_steps=self._decided("max_inflight_steps"),
+            max_waiting_requests=self.max_waiting_requests,
+        )

@@ -1,0 +1,50 @@
+"""Every error that Interlace raises on purpose, as one small tree.
+
+InterlaceError
+├── ConfigError (ValueError)        an option is unknown, out of range, or cannot be honoured
+├── RequestError (ValueError)       one request is wrong; the engine and all others go on
+│   ├── PromptError                 empty, too long, or with token ids the model does not have
+│   └── SamplingError               a sampling field is unknown or out of range
+├── ModelError                      a model cannot be found, read, or is of an unsupported kind
+├── EngineBusyError                 the waiting queue is full: retry later
+└── EngineDeadError                 the step loop has ended: sticky, every caller gets it at once
+
+A message says what went wrong and what to do about it. `assert` is only for our own invariants.
+"""
+
+from __future__ import annotations
+
+
+class InterlaceError(Exception):
+    """Root of the tree: catch this to catch all that Interlace raises on purpose."""
+
+
+class ConfigError(InterlaceError, ValueError):
+    """An option is unknown, out of range, or cannot be honoured on this machine."""
+
+
+class RequestError(InterlaceError, ValueError):
+    """One request is wrong. Nothing of it was admitted; no other request is touched."""
+
+
+class PromptError(RequestError):
+    """The prompt is empty, too long for the model or the KV pool, or has unknown token ids."""
+
+
+class SamplingError(RequestError):
+    """A sampling field is unknown, out of range, or contradicts another one."""
+
+
+class ModelError(InterlaceError):
+    """A model or tokenizer cannot be found, fetched, read, or is not supported."""
+
+
+class EngineBusyError(InterlaceError):
+    """`max_waiting_requests` requests are waiting already; retry when some have finished."""
+
+
+class EngineDeadError(InterlaceError):
+    """The engine is closed or its step loop has failed; the cause is chained.
+
+    Every pending request and every later call gets this error at once. Build a new engine.
+    """

@@ -1,0 +1,31 @@
+"""What the engine asks of the world outside it, as Protocols: a step runner and a clock.
+
+The connector's two sides join this file with the connector seam.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from interlace.engine.outputs import ModelRunnerOutput
+from interlace.engine.scheduler_output import SchedulerOutput
+
+
+class StepRunner(Protocol):
+    """Executes steps in the order in which they were scheduled. Lives on the device thread."""
+
+    def execute(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
+        """Compute one step and sample. An exception is fatal for the engine."""
+        ...
+
+    def close(self) -> None:
+        """Release what the runner holds; called once, after the last step."""
+        ...
+
+
+class Clock(Protocol):
+    """Time, injected so that tests can turn the hands."""
+
+    def monotonic(self) -> float:
+        """Seconds since some fixed point; never goes back."""
+        ...

@@ -1,0 +1,1 @@
+"""All that touches a device: checkpoints, models, attention, KV pages, the step runner."""
