@@ -129,7 +129,8 @@ class EngineConfig(Options):
 
     def __post_init__(self) -> None:
         self.require(
-            isinstance(self.model, str) and self.model.strip() != "", "model must be a name or path."
+            isinstance(self.model, str) and self.model.strip() != "",
+            "model must be a name or path.",
         )
         self.require_choice("dtype", DTYPES)
         self.require(

@@ -1,10 +1,12 @@
-"""What the engine asks of the world outside it, as Protocols: a step runner and a clock.
+"""What the engine asks of the world outside it, as Protocols: a step runner, a clock, progress.
 
 The connector's two sides join this file with the connector seam.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 from interlace.engine.outputs import ModelRunnerOutput
@@ -28,4 +30,17 @@ class Clock(Protocol):
 
     def monotonic(self) -> float:
         """Seconds since some fixed point; never goes back."""
+        ...
+
+
+class Progress(Protocol):
+    """Shows how far long work is: downloads, conversions. Called from any one thread."""
+
+    def task(
+        self, description: str, total: float | None
+    ) -> AbstractContextManager[Callable[[float], None]]:
+        """Show one task until the context ends; the callable inside adds to what is done.
+
+        `total` is in whatever unit the callable is called with; None if it is not known.
+        """
         ...

@@ -129,7 +129,9 @@ class SamplingParams(Options):
                 f"logit_bias has {token_id!r} where a token id belongs.",
             )
             self.require(
-                isinstance(bias, int | float) and not isinstance(bias, bool) and -100 <= bias <= 100,
+                isinstance(bias, int | float)
+                and not isinstance(bias, bool)
+                and -100 <= bias <= 100,
                 f"logit_bias of token {token_id} must be from -100 to 100, not {bias!r}.",
             )
         object.__setattr__(self, "logit_bias", dict(self.logit_bias))
