@@ -84,6 +84,10 @@ def test_a_large_vocabulary_of_equals() -> None:
     weights = torch.ones(50_000, dtype=torch.float64)
     assert rules.kept_tokens(weights, 0.0, 40, 1.0).tolist() == list(range(40))
     assert rules.kept_tokens(weights, 0.0, 0, 0.25).tolist() == list(range(12_500))
+    assert rules.kept_tokens(weights / 10, 0.0, 0, 1e-300).tolist() == [0]
+    # Half of the probability is in one token, and top-p needs a quarter of the small ones.
+    weights[777] = 49_999.0
+    assert rules.kept_tokens(weights, 0.0, 0, 0.625).tolist() == list(range(12_501))
 
 
 @pytest.mark.parametrize("temperature", [1e-6, 1e-300, 5e-324])
