@@ -1,6 +1,6 @@
 """What comes out: of one step (to the scheduler) and of one request (to its caller).
 
-Plain frozen records, no torch, no behaviour.
+Plain frozen records, no torch, and how consecutive deltas merge into one.
 """
 
 from __future__ import annotations
@@ -68,12 +68,26 @@ class RequestOutput:
         return self.finish_reason is not None
 
 
+def merge_outputs(outputs: list[RequestOutput]) -> RequestOutput:
+    """One delta that says what all of these, consecutive and at least one, said."""
+    if len(outputs) == 1:
+        return outputs[0]
+    logprobs = None
+    if any(output.logprobs is not None for output in outputs):
+        logprobs = tuple(one for output in outputs for one in output.logprobs or ())
+    return dataclasses.replace(
+        outputs[-1],
+        text_delta="".join(output.text_delta for output in outputs),
+        token_ids=tuple(token_id for output in outputs for token_id in output.token_ids),
+        logprobs=logprobs,
+    )
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Completion:
     """A whole answer, as `AsyncEngine.complete` returns it."""
 
     request_id: str
-    prompt_token_ids: tuple[int, ...]
     text: str
     token_ids: tuple[int, ...]
     finish_reason: FinishReason

@@ -1,0 +1,372 @@
+"""The asynchronous engine: requests in, streams of deltas out. Takes its parts as arguments.
+
+Lives on one event loop, between `async with`. Knows no torch: the runner, which it calls on the
+device thread, and the tokenizer are handed to it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import itertools
+import random
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from types import TracebackType
+from typing import Any, Self, cast
+
+from interlace.engine.clock import MonotonicClock
+from interlace.engine.config import EngineConfig, ModelConfig
+from interlace.engine.device_thread import DeviceThread, finish_despite_cancel
+from interlace.engine.errors import (
+    EngineBusyError,
+    EngineDeadError,
+    InterlaceError,
+    RequestError,
+    SamplingError,
+)
+from interlace.engine.events import EventBus, EventStream
+from interlace.engine.loop import StepLoop
+from interlace.engine.mailbox import Mailbox
+from interlace.engine.output_processor import OutputProcessor
+from interlace.engine.outputs import Completion, RequestOutput, Usage, merge_outputs
+from interlace.engine.ports import Clock, StepRunner
+from interlace.engine.prompt import (
+    ChatMessages,
+    Prompt,
+    check_length,
+    check_token_ids,
+    is_token_ids,
+    tokenize,
+)
+from interlace.engine.request import Request
+from interlace.engine.request_stream import RequestStream
+from interlace.engine.sampling_params import SamplingParams
+from interlace.engine.scheduler import Scheduler
+from interlace.engine.snapshot import EngineSnapshot, take_snapshot
+from interlace.engine.tokenizer import Tokenizer
+
+INLINE_TOKENS = 1024
+"""Longer prompts are hashed in a thread; this many take about 0.2 ms."""
+
+
+class AsyncEngine:
+    """Continuous batching behind an async API.
+
+    All methods are called on the event loop on which the engine was entered. Results are the
+    same whatever else runs, up to rounding in the matrix products of other batch sizes.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        model_config: ModelConfig,
+        runner: StepRunner,
+        tokenizer: Tokenizer | None,
+        *,
+        device: DeviceThread | None = None,
+        clock: Clock | None = None,
+    ) -> None:
+        """`config` is resolved. `device` is the thread on which `runner` was made, if any."""
+        self.config = config
+        self.model_config = model_config
+        self.tokenizer = tokenizer
+        self._clock = clock or MonotonicClock()
+        self._events = EventBus()
+        self._runner = runner
+        self._device = device or DeviceThread()
+        self._scheduler = Scheduler(
+            config.scheduler_config,
+            config.cache_config,
+            model_config.eos_token_ids,
+            self._clock,
+            self._events,
+        )
+        self._outputs = OutputProcessor(self._scheduler, tokenizer, self._clock, self._events)
+        self._preparing: dict[str, Mailbox] = {}  # request id -> its mailbox
+        self._text_threads = ThreadPoolExecutor(2, thread_name_prefix="interlace-text")
+        self._arrivals = itertools.count()
+        self._seeds = random.Random(config.seed)
+        self._tasks = asyncio.TaskGroup()
+        self._loop: StepLoop | None = None
+        self._dead: EngineDeadError | None = None
+
+    # ---------------------------------------------------------------- life
+
+    async def __aenter__(self) -> Self:
+        self._loop = StepLoop(
+            self._scheduler, self._runner, self._device, self._outputs, self._clock, self._events
+        )
+        await self._tasks.__aenter__()
+        self._tasks.create_task(self._loop.run(self._die), name="interlace-step-loop")
+        return self
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Abort what is unfinished, let the steps in flight end, release the device.
+
+        Cancellation: the device is released all the same, then `CancelledError` is raised.
+        """
+        assert self._loop is not None
+        for request_id in list(self._preparing):
+            self.abort(request_id)
+        self._outputs.abort_all()
+        if self._dead is None:
+            self._dead = EngineDeadError("the engine is closed; open a new one.")
+        self._loop.stop()
+        try:
+            await self._tasks.__aexit__(None, None, None)
+        finally:
+            self._events.close()
+            self._text_threads.shutdown(wait=False)
+            try:
+                await finish_despite_cancel(self._device.submit(self._runner.close))
+            finally:
+                self._device.close()
+
+    def _die(self, cause: Exception) -> None:
+        """The step loop failed: every waiting and every later caller gets the same error."""
+        self._dead = EngineDeadError(
+            f"the step loop failed: {type(cause).__name__}: {cause}. Open a new engine."
+        )
+        self._dead.__cause__ = cause
+        self._outputs.fail_all(self._dead_error)
+        for mailbox in self._preparing.values():
+            mailbox.fail(self._dead_error())
+        self._events.close()
+
+    def _dead_error(self) -> EngineDeadError:
+        """A fresh copy for each caller, since raising adds to an exception's traceback."""
+        assert self._dead is not None
+        copy = EngineDeadError(*self._dead.args)
+        copy.__cause__ = self._dead.__cause__
+        return copy
+
+    # ---------------------------------------------------------------- requests
+
+    def generate(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        kv_transfer_params: Mapping[str, Any] | None = None,
+    ) -> RequestStream:
+        """Submit a request; returns at once an async iterator of its deltas.
+
+        `prompt` is text, token ids, or chat messages (`[{"role": ..., "content": ...}]`) for the
+        model's template. Token ids are checked and queued here; text is tokenised in a thread
+        first, so text that is too long is refused at the first item. Lower `priority` is sooner
+        under the policy `priority`. Prompts with different `cache_salt` share no cached KV.
+
+        Raises: `PromptError`, `SamplingError` and other `RequestError`s; `EngineBusyError`;
+        `EngineDeadError`. Cancellation, closing or dropping the iterator aborts the request.
+        """
+        if self._dead is not None:
+            raise self._dead_error()
+        if self._loop is None:
+            raise EngineDeadError("the engine is not open; use it inside `async with`.")
+        params = sampling_params or SamplingParams()
+        self._check_options(params, priority, cache_salt, kv_transfer_params)
+        token_ids = None
+        if is_token_ids(prompt):
+            token_ids = check_token_ids(prompt, self.model_config.vocab_size)
+            check_length(len(token_ids), self._scheduler.max_total_tokens)
+        elif self.tokenizer is None:
+            raise RequestError("this engine has no tokenizer: give token ids, not text.")
+        self._check_room()
+        arrival = next(self._arrivals)
+        request_id = self._claim_id(request_id, arrival)
+        build = functools.partial(
+            Request,
+            request_id,
+            sampling_params=params,
+            seed=self._seeds.getrandbits(64) if params.seed is None else params.seed,
+            arrival=arrival,
+            block_size=self.config.block_size,
+            priority=priority,
+            cache_salt=cache_salt,
+        )
+        mailbox = Mailbox()
+        if token_ids is not None and len(token_ids) <= INLINE_TOKENS:
+            self._admit(build(token_ids), mailbox)
+        else:
+            self._preparing[request_id] = mailbox
+            self._tasks.create_task(
+                self._prepare(
+                    lambda: build(token_ids or self._tokenize(prompt)), mailbox, request_id
+                )
+            )
+        return RequestStream(
+            request_id, mailbox, functools.partial(self._abort, request_id, mailbox)
+        )
+
+    async def complete(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        kv_transfer_params: Mapping[str, Any] | None = None,
+    ) -> Completion:
+        """Await a whole answer; the arguments and errors are those of `generate`.
+
+        Cancellation: aborts the request.
+        """
+        stream = self.generate(
+            prompt,
+            sampling_params,
+            request_id=request_id,
+            priority=priority,
+            cache_salt=cache_salt,
+            kv_transfer_params=kv_transfer_params,
+        )
+        deltas = [delta async for delta in stream]
+        whole = merge_outputs(deltas)
+        assert whole.finish_reason is not None
+        assert whole.usage is not None
+        return Completion(
+            request_id=whole.request_id,
+            text=whole.text_delta,
+            token_ids=whole.token_ids,
+            finish_reason=whole.finish_reason,
+            usage=whole.usage,
+            logprobs=whole.logprobs,
+            stop_reason=whole.stop_reason,
+            error=whole.error,
+            kv_transfer_params=whole.kv_transfer_params,
+        )
+
+    def abort(self, request_id: str) -> bool:
+        """End a request in whatever state it is; its consumer gets a last delta, `abort`.
+
+        Returns False, and does nothing, for an id that is unknown or has ended.
+        """
+        if request_id in self._preparing:
+            mailbox = self._preparing[request_id]
+            if mailbox.closed:
+                return False
+            usage = Usage(0, 0, 0, 0)
+            mailbox.put(RequestOutput(request_id, finish_reason="abort", usage=usage))
+            return True
+        if not self._outputs.abort(request_id):
+            return False
+        self._wake()
+        return True
+
+    def _abort(self, request_id: str, mailbox: Mailbox) -> None:
+        """Abort the request that `mailbox` belongs to, not a later one of the same id."""
+        if not mailbox.closed:
+            self.abort(request_id)
+
+    def _check_options(
+        self,
+        params: SamplingParams,
+        priority: int,
+        cache_salt: str | None,
+        kv_transfer_params: Mapping[str, Any] | None,
+    ) -> None:
+        if not isinstance(params, SamplingParams):
+            raise SamplingError(f"give a SamplingParams, not {type(params).__name__}.")
+        vocab_size = self.model_config.vocab_size
+        for name in ("logit_bias", "stop_token_ids"):
+            beyond = [i for i in getattr(params, name) or () if i >= vocab_size]
+            if beyond:
+                raise SamplingError(
+                    f"{name} has token id {beyond[0]}, outside the vocabulary [0, {vocab_size})."
+                )
+        if params.stop_strings and self.tokenizer is None:
+            raise SamplingError("stop strings need a tokenizer; use stop_token_ids.")
+        if not isinstance(priority, int):
+            raise RequestError(f"priority must be a whole number, not {priority!r}.")
+        if cache_salt is not None and not isinstance(cache_salt, str):
+            raise RequestError(f"cache_salt must be a string, not {type(cache_salt).__name__}.")
+        if kv_transfer_params is not None:
+            raise RequestError("kv_transfer_params need a KV connector; this engine has none.")
+
+    def _check_room(self) -> None:
+        most = self.config.max_waiting_requests
+        if len(self._scheduler.waiting) + len(self._preparing) >= most:
+            raise EngineBusyError(
+                f"{most} requests are waiting already (max_waiting_requests); "
+                "retry when some have finished."
+            )
+
+    def _claim_id(self, request_id: str | None, arrival: int) -> str:
+        if request_id is None:
+            request_id = f"request-{arrival}"
+        if not isinstance(request_id, str) or not request_id:
+            raise RequestError(f"request_id must be a non-empty string, not {request_id!r}.")
+        if request_id in self._scheduler.requests or request_id in self._preparing:
+            raise RequestError(f"request_id {request_id!r} is in use; choose another one.")
+        return request_id
+
+    async def _prepare(
+        self, build: Callable[[], Request], mailbox: Mailbox, request_id: str
+    ) -> None:
+        """Tokenise and hash in a thread, then queue, unless the request has ended meanwhile."""
+        loop = asyncio.get_running_loop()
+        try:
+            request = await finish_despite_cancel(loop.run_in_executor(self._text_threads, build))
+        except InterlaceError as error:
+            mailbox.fail(error)
+        except Exception as error:  # noqa: BLE001 - this prompt's own; the engine goes on
+            failure = RequestError(f"the prompt cannot be read: {type(error).__name__}: {error}")
+            failure.__cause__ = error
+            mailbox.fail(failure)
+        else:
+            if not mailbox.closed:
+                self._admit(request, mailbox)
+        finally:
+            del self._preparing[request_id]
+
+    def _tokenize(self, prompt: Prompt) -> Sequence[int]:
+        """Text or chat messages to checked token ids. Runs on a text thread."""
+        assert self.tokenizer is not None
+        text = cast(str | ChatMessages, prompt)
+        token_ids = check_token_ids(tokenize(text, self.tokenizer), self.model_config.vocab_size)
+        check_length(len(token_ids), self._scheduler.max_total_tokens)
+        return token_ids
+
+    def _admit(self, request: Request, mailbox: Mailbox) -> None:
+        self._outputs.add_request(request, mailbox)
+        self._scheduler.add_request(request)
+        self._wake()
+
+    def _wake(self) -> None:
+        assert self._loop is not None
+        self._loop.wake()
+
+    # ---------------------------------------------------------------- the engine's state
+
+    def reset_prefix_cache(self, reset_connector: bool = False) -> bool:
+        """Forget all cached KV on the device.
+
+        Returns False, and does nothing, while any request holds blocks or a step is in flight.
+        `reset_connector` asks the KV connector to forget too; without a connector there is
+        nothing more to forget.
+        """
+        return self._scheduler.reset_prefix_cache()
+
+    def snapshot(self) -> EngineSnapshot:
+        """A frozen picture of queues, blocks and totals, as of now."""
+        return take_snapshot(self._scheduler, len(self._preparing), self._clock.monotonic())
+
+    def events(self, max_pending: int = 65536) -> EventStream:
+        """An async iterator over what happens from now on; see `interlace.engine.events`.
+
+        Beyond `max_pending` unread events the oldest are dropped and counted.
+        """
+        return self._events.subscribe(max_pending)
+
+    def __repr__(self) -> str:
+        state = "dead" if self._dead is not None else repr(self._scheduler)
+        return f"<AsyncEngine {self.config.model} {state} preparing={len(self._preparing)}>"

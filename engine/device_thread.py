@@ -1,0 +1,58 @@
+"""The one crossing from the event loop to the device thread, and waits that never abandon it.
+
+asyncio's own executors return to a cancelled caller while the function still runs. Here, whoever
+waits for device work waits for its end, and is told of the cancellation afterwards.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import ParamSpec, TypeVar
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+async def finish_despite_cancel(future: asyncio.Future[T]) -> T:
+    """Await `future` to its end.
+
+    Cancellation: the wait goes on until the future is done, then `CancelledError` is raised
+    (the future's own outcome is dropped). Loop thread.
+    """
+    cancelled: asyncio.CancelledError | None = None
+    while not future.done():
+        try:
+            await asyncio.shield(future)
+        except asyncio.CancelledError as error:
+            if future.cancelled():
+                raise
+            cancelled = error
+        except BaseException:  # noqa: BLE001 - the future's own outcome, reported below
+            break
+    if cancelled is not None:
+        future.exception()  # mark as retrieved
+        raise cancelled
+    return future.result()
+
+
+class DeviceThread:
+    """One thread that runs what it is given in order: the only one that computes on the device."""
+
+    def __init__(self, name: str = "interlace-device") -> None:
+        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)
+
+    def submit(
+        self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs
+    ) -> asyncio.Future[T]:
+        """Queue one call behind all earlier ones. Loop thread.
+
+        Cancelling the returned future does not stop the call; await it through
+        `finish_despite_cancel`.
+        """
+        return asyncio.wrap_future(self._executor.submit(function, *args, **kwargs))
+
+    def close(self) -> None:
+        """End the thread once it is idle; the caller has awaited all its work."""
+        self._executor.shutdown(wait=False)

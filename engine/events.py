@@ -1,0 +1,200 @@
+"""What happens in the engine, as frozen records, and the bus that carries them to readers.
+
+Nothing is recorded while nobody reads: emitters ask `EventBus.active` first. A reader that falls
+behind loses the oldest events and is told how many.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import weakref
+from collections import deque
+from typing import ClassVar, Self
+
+from interlace.engine.outputs import FinishReason
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Event:
+    """Base of all events."""
+
+    name: ClassVar[str] = ""
+    time_s: float
+    """On the engine's clock."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RequestQueued(Event):
+    """A request was admitted to the waiting queue."""
+
+    name: ClassVar[str] = "request.queued"
+    request_id: str
+    num_prompt_tokens: int
+    priority: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RequestScheduled(Event):
+    """A waiting or preempted request got its first blocks."""
+
+    name: ClassVar[str] = "request.scheduled"
+    request_id: str
+    step_id: int
+    num_local_cached_tokens: int
+    num_external_cached_tokens: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RequestFirstToken(Event):
+    """The first token of a request's answer is known."""
+
+    name: ClassVar[str] = "request.first_token"
+    request_id: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RequestFinished(Event):
+    """A request ended, for whatever reason."""
+
+    name: ClassVar[str] = "request.finished"
+    request_id: str
+    finish_reason: FinishReason
+    num_generated_tokens: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RequestPreempted(Event):
+    """A request lost its blocks and waits to be computed again."""
+
+    name: ClassVar[str] = "request.preempted"
+    request_id: str
+    num_preemptions: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StepScheduled(Event):
+    """A step was planned."""
+
+    name: ClassVar[str] = "step.scheduled"
+    step_id: int
+    num_scheduled_tokens: tuple[tuple[str, int], ...]
+    """(request id, tokens) in batch order."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StepLaunched(Event):
+    """A step was handed to the device thread."""
+
+    name: ClassVar[str] = "step.launched"
+    step_id: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StepDone(Event):
+    """A step's results were applied."""
+
+    name: ClassVar[str] = "step.done"
+    step_id: int
+    num_sampled_tokens: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class BlockStored(Event):
+    """A full block was published: from now on its content can be hit."""
+
+    name: ClassVar[str] = "block.stored"
+    block_id: int
+    block_hash: bytes
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class BlockRemoved(Event):
+    """A published block lost its content: evicted, or found to be bad."""
+
+    name: ClassVar[str] = "block.removed"
+    block_id: int
+    block_hash: bytes
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class BlockCleared(Event):
+    """The whole prefix cache was emptied."""
+
+    name: ClassVar[str] = "block.cleared"
+
+
+class EventStream:
+    """An async iterator over events from the moment of its creation. One reader, loop thread.
+
+    At most `max_pending` events wait; beyond that the oldest is dropped and counted in
+    `num_dropped`. Ends when the engine closes, or on `close()`. Cancelling a pending `anext`
+    loses nothing.
+    """
+
+    def __init__(self, bus: EventBus, max_pending: int) -> None:
+        self.num_dropped = 0
+        self._bus = bus
+        self._pending: deque[Event] = deque(maxlen=max_pending)
+        self._wake = asyncio.Event()
+        self._closed = False
+
+    def push(self, event: Event) -> None:
+        """Add one event; called by the bus."""
+        self.num_dropped += len(self._pending) == self._pending.maxlen
+        self._pending.append(event)
+        self._wake.set()
+
+    def close(self) -> None:
+        """Stop listening. What is pending can still be read. Idempotent."""
+        self._closed = True
+        self._bus.discard(self)
+        self._wake.set()
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Event:
+        while not self._pending:
+            if self._closed:
+                raise StopAsyncIteration
+            self._wake.clear()
+            await self._wake.wait()
+        return self._pending.popleft()
+
+
+class EventBus:
+    """Hands each event to every open stream; a stream that was dropped leaves by itself."""
+
+    def __init__(self) -> None:
+        self._streams: weakref.WeakSet[EventStream] = weakref.WeakSet()
+        self._closed = False
+
+    @property
+    def active(self) -> bool:
+        """Whether anyone reads; emitters build events only then."""
+        return len(self._streams) > 0
+
+    def subscribe(self, max_pending: int = 65536) -> EventStream:
+        """Open a stream of all events from now on."""
+        stream = EventStream(self, max_pending)
+        if self._closed:
+            stream.close()
+        else:
+            self._streams.add(stream)
+        return stream
+
+    def discard(self, stream: EventStream) -> None:
+        """Forget a stream."""
+        self._streams.discard(stream)
+
+    def emit(self, event: Event) -> None:
+        """Hand `event` to every open stream."""
+        for stream in list(self._streams):
+            stream.push(event)
+
+    def close(self) -> None:
+        """End every stream, and every later one at once."""
+        self._closed = True
+        for stream in list(self._streams):
+            stream.close()

@@ -1,0 +1,71 @@
+"""What a caller may give as a prompt, and how it becomes checked token ids."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TypeGuard
+
+import numpy as np
+
+from interlace.engine.errors import PromptError
+from interlace.engine.tokenizer import Tokenizer
+
+ChatMessages = Sequence[Mapping[str, str]]
+Prompt = str | Sequence[int] | ChatMessages
+
+
+def is_token_ids(prompt: Prompt) -> TypeGuard[Sequence[int]]:
+    """Whether `prompt` is a sequence of token ids, going by its first item.
+
+    Raises: `PromptError` if it is nothing that a prompt can be, or empty.
+    """
+    if not isinstance(prompt, Sequence | np.ndarray) or isinstance(prompt, bytes | bytearray):
+        raise PromptError(
+            f"a prompt is text, token ids or chat messages, not {type(prompt).__name__}."
+        )
+    if len(prompt) == 0:
+        raise PromptError("the prompt is empty; give it at least one character or token id.")
+    return not isinstance(prompt, str) and not isinstance(prompt[0], Mapping)
+
+
+def check_token_ids(token_ids: Sequence[int], vocab_size: int) -> tuple[int, ...]:
+    """An own copy of the ids, each in [0, vocab_size).
+
+    Raises: `PromptError` naming the first id that is not.
+    """
+    try:
+        array = np.asarray(token_ids)
+    except (ValueError, OverflowError) as error:
+        raise PromptError("token ids must be one flat sequence of whole numbers.") from error
+    if array.ndim != 1 or array.dtype.kind not in "iu":
+        raise PromptError("token ids must be one flat sequence of whole numbers.")
+    bad = np.flatnonzero((array < 0) | (array >= vocab_size))
+    if bad.size:
+        raise PromptError(
+            f"token id {array[bad[0]]} at position {bad[0]} is outside the model's "
+            f"vocabulary [0, {vocab_size})."
+        )
+    return tuple(array.tolist())
+
+
+def check_length(num_tokens: int, max_total_tokens: int) -> None:
+    """Raise `PromptError` unless a prompt of `num_tokens` leaves room for one more token."""
+    if num_tokens == 0:
+        raise PromptError("the prompt has no tokens; give it at least one character.")
+    if num_tokens >= max_total_tokens:
+        raise PromptError(
+            f"the prompt has {num_tokens} tokens; with one token of answer at most "
+            f"{max_total_tokens} fit (the smaller of max_model_len and the KV pool). "
+            "Shorten it, or raise that limit."
+        )
+
+
+def tokenize(prompt: str | ChatMessages, tokenizer: Tokenizer) -> list[int]:
+    """Encode text, or chat messages through the model's template. May take long: call it in a
+    thread.
+
+    Raises: `PromptError` for messages or a template that cannot be rendered.
+    """
+    if isinstance(prompt, str):
+        return tokenizer.encode(prompt)
+    return tokenizer.encode_chat(prompt)

@@ -1,0 +1,155 @@
+"""One request on its way through the scheduler: its tokens, its blocks, its state.
+
+Plain data with a few derived numbers; the scheduler alone changes it. Knows nothing of text.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+
+from interlace.engine.block_hash import BlockHash, extend_hashes, root_hash
+from interlace.engine.block_pool import KVCacheBlock
+from interlace.engine.outputs import FinishReason, Usage
+from interlace.engine.sampling_params import SamplingParams
+
+
+class RequestStatus(enum.IntEnum):
+    """Where a request is. Everything after PREEMPTED is finished (vLLM's order)."""
+
+    WAITING = enum.auto()
+    RUNNING = enum.auto()
+    PREEMPTED = enum.auto()
+    FINISHED_STOPPED = enum.auto()
+    FINISHED_LENGTH_CAPPED = enum.auto()
+    FINISHED_ABORTED = enum.auto()
+    FINISHED_ERROR = enum.auto()
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the request has ended."""
+        return self > RequestStatus.PREEMPTED
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        """The reason that the caller sees, None while the request goes on."""
+        return _FINISH_REASONS.get(self)
+
+
+_FINISH_REASONS: dict[RequestStatus, FinishReason] = {
+    RequestStatus.FINISHED_STOPPED: "stop",
+    RequestStatus.FINISHED_LENGTH_CAPPED: "length",
+    RequestStatus.FINISHED_ABORTED: "abort",
+    RequestStatus.FINISHED_ERROR: "error",
+}
+
+
+class Request:
+    """A request that was checked and may be scheduled.
+
+    Token ranges, always 0 <= num_computed_tokens <= num_tokens_in_flight:
+
+        [0, num_computed_tokens)        KV computed, or being computed by a step in flight
+        [.., num_tokens)                tokens whose ids are known: prompt and output
+        [.., num_tokens_in_flight)      and those that steps in flight will sample
+    """
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        sampling_params: SamplingParams,
+        *,
+        seed: int,
+        arrival: int,
+        block_size: int,
+        priority: int = 0,
+        cache_salt: str | None = None,
+    ) -> None:
+        """Hashes the prompt's full blocks: build it off the event loop for a long prompt.
+
+        `arrival` counts requests in the order of their submission and breaks ties.
+        """
+        self.request_id = request_id
+        self.prompt_token_ids = tuple(prompt_token_ids)
+        self.sampling_params = sampling_params
+        self.seed = seed
+        self.arrival = arrival
+        self.priority = priority
+        self.status = RequestStatus.WAITING
+        self.stop_reason: str | int | None = None
+        self.error: str | None = None
+
+        self.all_token_ids = list(self.prompt_token_ids)
+        self.num_computed_tokens = 0
+        self.num_output_placeholders = 0
+        """Tokens that steps in flight will sample."""
+        self.blocks: list[KVCacheBlock] = []
+        self.num_hashed_blocks = 0
+        """Blocks at the front of `blocks` whose content was offered to the pool."""
+        self.block_hashes: list[BlockHash] = []
+        self.last_step_id = 0
+        """The newest step that touches `blocks`."""
+        self.num_preemptions = 0
+        self.num_local_cached_tokens: int | None = None
+        """Of the first scheduled prefill; None before it."""
+        self.num_external_cached_tokens = 0
+
+        self._root = root_hash(cache_salt=cache_salt)
+        self._block_size = block_size
+        self._extend_hashes()
+
+    def _extend_hashes(self) -> None:
+        extend_hashes(self.block_hashes, self._root, self.all_token_ids, self._block_size)
+
+    def append_output(self, token_id: int) -> None:
+        """Take a sampled token whose placeholder was counted before."""
+        self.all_token_ids.append(token_id)
+        self._extend_hashes()
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of the prompt."""
+        return len(self.prompt_token_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens whose ids are known: prompt and output."""
+        return len(self.all_token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Tokens generated so far."""
+        return len(self.all_token_ids) - len(self.prompt_token_ids)
+
+    @property
+    def num_tokens_in_flight(self) -> int:
+        """Known tokens and those that steps in flight will sample."""
+        return len(self.all_token_ids) + self.num_output_placeholders
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        """The tokens generated so far, a copy."""
+        return self.all_token_ids[len(self.prompt_token_ids) :]
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the request has ended."""
+        return self.status.is_finished
+
+    def usage(self) -> Usage:
+        """Token counts so far."""
+        return Usage(
+            num_prompt_tokens=self.num_prompt_tokens,
+            num_local_cached_tokens=self.num_local_cached_tokens or 0,
+            num_external_cached_tokens=self.num_external_cached_tokens,
+            num_generated_tokens=self.num_output_tokens,
+            num_preemptions=self.num_preemptions,
+        )
+
+    def __repr__(self) -> str:
+        return (
+            f"<Request {self.request_id} {self.status.name} computed={self.num_computed_tokens}"
+            f" known={self.num_tokens} in_flight={self.num_output_placeholders}"
+            f" blocks={len(self.blocks)}>"
+        )

@@ -1,0 +1,181 @@
+"""Attention over paged KV, batched over requests: the plain torch form for a CPU.
+
+All KV of the step is written before anything is read, so a request may share blocks that another
+one fills in the same step. Requests that compute one token are batched by context length; each
+longer chunk is one call. The kernel is torch's flash attention for CPUs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from interlace.layers.kv_pages import KVPages, V
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SequenceChunk:
+    """One request's share of a step: tokens [start, end) of it, with everything before cached."""
+
+    block_ids: Sequence[int]
+    """Blocks of tokens [0, end), in order; more may follow."""
+    start: int
+    end: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Group:
+    """Requests attended to in one kernel call: B of them with Q query tokens each."""
+
+    tokens: slice | Tensor
+    """Where their query tokens lie in the batch; B * Q of them."""
+    batch: int
+    k_halves: Tensor
+    """[B * N]: what to gather, N blocks a request."""
+    mask: Tensor | None
+    """Added to the scores: [B, 1, 1, N * block_size] or [Q, end]; None where causal is enough."""
+    num_keys: int
+    """Keys that the kernel sees of each request."""
+
+
+class PagedAttention:
+    """The `Attend` of one step. Build one per step; all layers share its indices and masks.
+
+    `chunks` are in batch order. Raises nothing; ids and ranges are the scheduler's promise.
+    """
+
+    def __init__(self, pages: KVPages, chunks: Sequence[SequenceChunk], num_heads: int) -> None:
+        self._pages = pages
+        self._num_heads = num_heads
+        dtype = pages.layers[0].dtype
+        slots = np.concatenate([_slots(chunk, pages.block_size) for chunk in chunks])
+        self._rows = pages.kv_rows(torch.from_numpy(slots))
+        starts = np.cumsum([0] + [chunk.end - chunk.start for chunk in chunks])
+        decodes = [i for i, chunk in enumerate(chunks) if chunk.end - chunk.start == 1]
+        self._decodes = [
+            _decode_group(pages, chunks, starts, members, dtype)
+            for members in _by_length(chunks, decodes, pages.block_size)
+        ]
+        self._prefills = [
+            _prefill_group(pages, chunk, int(starts[i]), dtype)
+            for i, chunk in enumerate(chunks)
+            if chunk.end - chunk.start > 1
+        ]
+        most = max(len(group.k_halves) for group in self._decodes + self._prefills)
+        width = pages.block_size * pages.num_kv_heads * pages.head_dim
+        self._k = torch.empty((most, width), dtype=dtype)
+        self._v = torch.empty((most, width), dtype=dtype)
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """See `Attend`."""
+        self._pages.write(layer, self._rows, k, v)
+        num_tokens = q.shape[0]
+        out = torch.empty((num_tokens, self._num_heads, q.shape[-1]), dtype=q.dtype)
+        for group in self._decodes:
+            out[group.tokens] = self._decode(layer, group, q[group.tokens])
+        for group in self._prefills:
+            out[group.tokens] = self._prefill(layer, group, q[group.tokens])
+        return out.view(num_tokens, -1)
+
+    def _gather(self, layer: int, group: _Group) -> tuple[Tensor, Tensor]:
+        """K and V of the group, each [B, kv heads, num_keys, head_dim], as views on a buffer."""
+        pages, n = self._pages, len(group.k_halves)
+        shape = (group.batch, -1, pages.num_kv_heads, pages.head_dim)
+        k = pages.gather(layer, group.k_halves, self._k[:n]).view(shape)
+        v = pages.gather(layer, group.k_halves + V, self._v[:n]).view(shape)
+        return (
+            k[:, : group.num_keys].transpose(1, 2),
+            v[:, : group.num_keys].transpose(1, 2),
+        )
+
+    def _decode(self, layer: int, group: _Group, q: Tensor) -> Tensor:
+        """One token each, `q` [B, heads, head_dim]. The query heads that share a KV head take the
+        place of query tokens, so no key is read twice."""
+        k, v = self._gather(layer, group)
+        per_kv_head = self._num_heads // self._pages.num_kv_heads
+        grouped = q.reshape(group.batch, self._pages.num_kv_heads, per_kv_head, -1)
+        out = functional.scaled_dot_product_attention(grouped, k, v, attn_mask=group.mask)
+        return out.reshape(group.batch, self._num_heads, -1)
+
+    def _prefill(self, layer: int, group: _Group, q: Tensor) -> Tensor:
+        """One request's chunk, `q` [Q, heads, head_dim]."""
+        k, v = self._gather(layer, group)
+        out = functional.scaled_dot_product_attention(
+            q.transpose(0, 1)[None],
+            k,
+            v,
+            attn_mask=group.mask,
+            is_causal=group.mask is None,
+            enable_gqa=True,
+        )
+        return out[0].transpose(0, 1)
+
+
+def _slots(chunk: SequenceChunk, block_size: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    positions = np.arange(chunk.start, chunk.end, dtype=np.int64)
+    first = chunk.start // block_size
+    blocks = np.asarray(chunk.block_ids[first : -(-chunk.end // block_size)], dtype=np.int64)
+    slots: np.ndarray[tuple[int], np.dtype[np.int64]] = (
+        blocks[positions // block_size - first] * block_size + positions % block_size
+    )
+    return slots
+
+
+def _num_blocks(chunk: SequenceChunk, block_size: int) -> int:
+    return -(-chunk.end // block_size)
+
+
+def _by_length(
+    chunks: Sequence[SequenceChunk], members: Sequence[int], block_size: int
+) -> list[list[int]]:
+    """Split requests so that padding each group to its longest at most doubles what is read."""
+    groups: dict[int, list[int]] = {}
+    for i in members:
+        groups.setdefault(_num_blocks(chunks[i], block_size).bit_length(), []).append(i)
+    return list(groups.values())
+
+
+def _decode_group(
+    pages: KVPages,
+    chunks: Sequence[SequenceChunk],
+    starts: np.ndarray[tuple[int], np.dtype[np.int64]],
+    members: Sequence[int],
+    dtype: torch.dtype,
+) -> _Group:
+    width = max(_num_blocks(chunks[i], pages.block_size) for i in members)
+    table = np.zeros((len(members), width), dtype=np.int64)  # padded with the null block
+    for row, i in enumerate(members):
+        n = _num_blocks(chunks[i], pages.block_size)
+        table[row, :n] = chunks[i].block_ids[:n]
+    ends = torch.tensor([chunks[i].end for i in members])
+    num_keys = width * pages.block_size
+    hidden = torch.arange(num_keys) >= ends[:, None]
+    mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))
+    return _Group(
+        tokens=torch.from_numpy(starts[members]),
+        batch=len(members),
+        k_halves=torch.from_numpy(table.reshape(-1) * 2),
+        mask=mask[:, None, None],
+        num_keys=num_keys,
+    )
+
+
+def _prefill_group(pages: KVPages, chunk: SequenceChunk, start: int, dtype: torch.dtype) -> _Group:
+    blocks = chunk.block_ids[: _num_blocks(chunk, pages.block_size)]
+    num_tokens = chunk.end - chunk.start
+    mask = None
+    if chunk.start > 0:
+        hidden = torch.arange(chunk.end) > torch.arange(chunk.start, chunk.end)[:, None]
+        mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))
+    return _Group(
+        tokens=slice(start, start + num_tokens),
+        batch=1,
+        k_halves=torch.tensor(blocks, dtype=torch.int64) * 2,
+        mask=mask,
+        num_keys=chunk.end,
+    )

@@ -1,0 +1,116 @@
+"""Executes one step: follow the message, run the decoder over the batch, sample.
+
+Lives on the device thread. Knows no connector, no text and no queue.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import torch
+
+from interlace.engine.outputs import ModelRunnerOutput
+from interlace.engine.scheduler_output import SchedulerOutput
+from interlace.layers.attention import PagedAttention, SequenceChunk
+from interlace.layers.decoder import Decoder
+from interlace.layers.kv_pages import KVPages
+from interlace.layers.runner_state import RunnerRequest, RunnerState
+from interlace.layers.sampler import SamplingRow, sample
+
+
+class ModelRunner:
+    """The `StepRunner` of one decoder and one pool of KV pages."""
+
+    def __init__(self, decoder: Decoder, pages: KVPages, eos_token_ids: Iterable[int]) -> None:
+        self.decoder = decoder
+        self.pages = pages
+        self.state = RunnerState()
+        self._eos_token_ids = frozenset(eos_token_ids)
+
+    @torch.inference_mode()
+    def execute(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
+        """Compute one step and sample where a request's last token was computed.
+
+        An exception is fatal for the engine, except those that `sample` reports per request.
+        """
+        requests = self.state.update(scheduler_output)
+        if not requests:
+            return ModelRunnerOutput()
+        counts = [scheduler_output.num_scheduled_tokens[r.req_id] for r in requests]
+        chunks = [
+            SequenceChunk(r.block_ids, r.num_computed_tokens, r.num_computed_tokens + n)
+            for r, n in zip(requests, counts, strict=True)
+        ]
+        self._zero_begun_blocks(chunks)
+        hidden = self._forward(requests, chunks)
+        last = np.cumsum(counts) - 1
+        sampling = [
+            i
+            for i, request in enumerate(requests)
+            if request.req_id in scheduler_output.sampling_req_ids
+        ]
+        if not sampling:
+            return ModelRunnerOutput()
+        logits = self.decoder.logits(hidden[torch.from_numpy(last[sampling])])
+        return self._sample(logits, [requests[i] for i in sampling])
+
+    def close(self) -> None:
+        """Drop pages and requests."""
+        self.state = RunnerState()
+        self.pages.layers.clear()
+
+    def _zero_begun_blocks(self, chunks: Sequence[SequenceChunk]) -> None:
+        """Zero the blocks that this step begins and does not fill, before anything reads them."""
+        size = self.pages.block_size
+        begun = [
+            chunk.block_ids[chunk.end // size]
+            for chunk in chunks
+            if chunk.end % size and chunk.start <= chunk.end // size * size
+        ]
+        if begun:
+            self.pages.zero_blocks(begun)
+
+    def _forward(
+        self, requests: Sequence[RunnerRequest], chunks: Sequence[SequenceChunk]
+    ) -> torch.Tensor:
+        token_ids = np.concatenate(
+            [
+                request.tokens.view(chunk.start, chunk.end)
+                for request, chunk in zip(requests, chunks, strict=True)
+            ]
+        )
+        positions = np.concatenate([np.arange(chunk.start, chunk.end) for chunk in chunks])
+        attend = PagedAttention(self.pages, chunks, self.decoder.architecture.num_heads)
+        return self.decoder.forward(
+            torch.from_numpy(token_ids), torch.from_numpy(positions), attend
+        )
+
+    def _sample(self, logits: torch.Tensor, requests: Sequence[RunnerRequest]) -> ModelRunnerOutput:
+        sampled = sample(logits, [self._row(request) for request in requests])
+        tokens, logprobs = {}, {}
+        for request, token_id, chosen in zip(
+            requests, sampled.token_ids, sampled.logprobs, strict=True
+        ):
+            # A request that failed still gets a token here: a later step may be planned already.
+            request.tokens.append(max(token_id, 0))
+            if request.req_id in sampled.errors:
+                continue
+            tokens[request.req_id] = (token_id,)
+            if chosen is not None:
+                logprobs[request.req_id] = (chosen,)
+        return ModelRunnerOutput(tokens, logprobs, sampled.errors)
+
+    def _row(self, request: RunnerRequest) -> SamplingRow:
+        params = request.sampling_params
+        stops = set(params.stop_token_ids or ())
+        if not params.ignore_eos:
+            stops |= self._eos_token_ids
+        return SamplingRow(
+            req_id=request.req_id,
+            params=params,
+            seed=request.seed,
+            prompt_token_ids=request.tokens.view(0, request.num_prompt_tokens),
+            output_token_ids=request.tokens.view(request.num_prompt_tokens),
+            stop_token_ids=stops,
+        )
