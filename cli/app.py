@@ -1,0 +1,63 @@
+"""The `interlace` command: what its parts are, and how errors become exit codes.
+
+Exit codes: 0 done, 1 one of Interlace's errors or a broken pipe, 2 wrong usage, 130 Ctrl-C. Those
+for the pipe, the usage and Ctrl-C are typer's.
+Nothing here or in a command's module imports torch; what needs it is imported inside functions.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from interlace.cli.chat import chat
+from interlace.cli.screen import harmless
+from interlace.engine.errors import InterlaceError
+
+app = typer.Typer(
+    name="interlace",
+    help="A compact LLM inference engine: chat with a model, measure how fast it runs.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+# One line per command; each has a module of its own.
+app.command()(chat)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        from interlace import __version__
+
+        typer.echo(f"interlace {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def interlace(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_show_version, is_eager=True, help="Show the version and leave."
+        ),
+    ] = False,
+) -> None:
+    """Take the options that stand before a command."""
+
+
+def main() -> None:
+    """Run the command line of this process and end it. Never returns."""
+    try:
+        app()
+    except InterlaceError as e:
+        sys.exit(_complain(e))
+
+
+def _complain(error: InterlaceError) -> int:
+    """One line for what the user can do something about; a traceback would hide it."""
+    typer.echo("interlace: " + harmless(" ".join(str(error).split())), err=True)
+    return 1

@@ -1,0 +1,91 @@
+"""Where benchmarks show how far they are and what came out. Knows no engine."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, TextIO
+
+from interlace.engine.errors import ConfigError
+
+if TYPE_CHECKING:
+    from interlace.bench.report import Report
+
+BAR_WIDTH = 30
+PIPE_WIDTH = 200
+"""Columns of a table that goes to a file or pipe, where nothing says how wide it may be."""
+
+
+class StillProgress:
+    """A bar on a terminal that is drawn only when a run has ended.
+
+    No thread redraws it: drawing takes the interpreter's lock, and would be measured as lag.
+    Anything but a terminal gets one line per task. Implements the `Progress` port.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    @contextlib.contextmanager
+    def task(self, description: str, total: float | None) -> Iterator[Callable[[float], None]]:
+        """Show one task until the context ends; on a terminal its line is then wiped."""
+        if not self._stream.isatty():
+            print(f"{description} ...", file=self._stream, flush=True)
+            yield lambda advance: None
+            return
+        done = 0.0
+
+        def advance(amount: float) -> None:
+            nonlocal done
+            done += amount
+            self._draw(description, done, total)
+
+        self._draw(description, done, total)
+        try:
+            yield advance
+        finally:
+            print("\r\033[2K", end="", file=self._stream, flush=True)
+
+    def _draw(self, description: str, done: float, total: float | None) -> None:
+        line = f"{description} ..."
+        if total:
+            filled = min(BAR_WIDTH, int(BAR_WIDTH * done / total))
+            bar = "#" * filled + "-" * (BAR_WIDTH - filled)
+            line = f"{description} [{bar}] {done:.0f}/{total:.0f}"
+        print(f"\r\033[2K{line}", end="", file=self._stream, flush=True)
+
+
+def check_json_target(target: str | None) -> None:
+    """Refuse a file that cannot be written, before minutes are spent on its content.
+
+    Raises: `ConfigError`.
+    """
+    if target in (None, "-"):
+        return
+    path = Path(str(target))
+    if path.is_dir() or not path.parent.is_dir():
+        raise ConfigError(f"--json {target} cannot be written: name a file in an existing folder.")
+
+
+def show(report: Report, json_target: str | None) -> None:
+    """Print the table, and write JSON to `json_target`: a file, or - for standard output.
+
+    With - the JSON has standard output to itself and the table goes to standard error. Raises:
+    `ConfigError` if the file cannot be written.
+    """
+    from rich.console import Console
+
+    from interlace.bench.tables import draw
+
+    stream = sys.stderr if json_target == "-" else sys.stdout
+    console = Console(file=stream, width=None if stream.isatty() else PIPE_WIDTH, highlight=False)
+    console.print(draw(report))
+    if json_target == "-":
+        sys.stdout.write(report.to_json())
+    elif json_target is not None:
+        try:
+            Path(json_target).write_text(report.to_json(), encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"--json {json_target} cannot be written: {error}.") from error

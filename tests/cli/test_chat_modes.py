@@ -1,0 +1,232 @@
+"""Questions and conversations on a screen: what goes where, commands, exit codes."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import os
+import signal
+import stat
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+from fake_engine import WAIT, FakeEngine, Script
+
+from interlace.cli.chat_modes import converse, one_shot
+from interlace.cli.chat_session import ChatSession
+from interlace.cli.screen import Screen
+from interlace.engine.errors import EngineDeadError, PromptError
+from interlace.engine.outputs import Usage
+from interlace.engine.sampling_params import SamplingParams
+
+
+class Lines:
+    def __init__(self, lines: Iterable[str]) -> None:
+        self._lines = iter(lines)
+
+    async def line(self) -> str | None:
+        return next(self._lines, None)
+
+
+class Chat:
+    """A session with a fake engine, and what it wrote."""
+
+    def __init__(
+        self,
+        engine: FakeEngine | None = None,
+        terminal: bool = False,
+        out: io.StringIO | None = None,
+    ) -> None:
+        self.engine = engine or FakeEngine()
+        self.session = ChatSession(self.engine, SamplingParams(temperature=0.0))
+        self.out, self.err = out or io.StringIO(), io.StringIO()
+        self.screen = Screen(self.out, self.err, terminal=terminal)
+
+    async def ask(self, text: str, as_json: bool = False) -> int:
+        return await one_shot(self.session, text, self.screen, as_json=as_json)
+
+    async def talk(self, *lines: str, interactive: bool = False, as_json: bool = False) -> int:
+        return await converse(
+            self.session, Lines(lines), self.screen, interactive=interactive, as_json=as_json
+        )
+
+
+async def test_the_answer_alone_goes_to_standard_output() -> None:
+    chat = Chat()
+    assert await chat.ask("Hi") == 0
+    assert chat.out.getvalue() == "Hello.\n"
+    assert chat.err.getvalue().startswith("[5 cached, 5 computed, 2 generated")
+    assert chat.err.getvalue().endswith("]\n")
+
+
+async def test_json_is_one_object_and_nothing_else() -> None:
+    chat = Chat(FakeEngine(Script(["né", "\x1b"])))
+    assert await chat.ask("Hi", as_json=True) == 0
+    assert json.loads(chat.out.getvalue()) == {
+        "text": "né\x1b",
+        "token_ids": [101, 102],
+        "finish_reason": "stop",
+        "usage": {
+            "num_prompt_tokens": 10,
+            "num_local_cached_tokens": 4,
+            "num_external_cached_tokens": 1,
+            "num_generated_tokens": 2,
+        },
+    }
+    assert chat.out.getvalue().isascii()
+    assert chat.err.getvalue() == ""
+
+
+async def test_a_model_without_template_is_noted() -> None:
+    chat = Chat(FakeEngine(has_template=False))
+    await chat.ask("Once upon")
+    assert "no chat template" in chat.err.getvalue()
+    assert chat.out.getvalue() == "Hello.\n"
+
+
+async def test_piped_lines_are_turns_of_one_conversation() -> None:
+    chat = Chat()
+    assert await chat.talk("Hi", "", "Again") == 0
+    assert chat.out.getvalue() == "Hello.\nHello.\n"
+    assert len(chat.engine.prompts) == 2
+    assert len(chat.engine.prompts[1]) == 3
+    assert ">" not in chat.err.getvalue()
+
+
+async def test_piped_lines_as_json_are_one_object_per_line() -> None:
+    chat = Chat()
+    await chat.talk("Hi", "Again", as_json=True)
+    assert [json.loads(line)["text"] for line in chat.out.getvalue().splitlines()] == ["Hello."] * 2
+
+
+async def test_a_terminal_gets_prompts_and_costs_between_the_answers() -> None:
+    chat = Chat(terminal=True)
+    assert await chat.talk("Hi", interactive=True) == 0
+    shown = chat.out.getvalue()
+    assert shown.startswith(
+        "fake, 100 tokens of context. /help lists the commands, /quit leaves.\n"
+    )
+    assert "> Hello.\n[5 cached, 5 computed, 2 generated" in shown
+    assert shown.endswith("> \n")
+    assert chat.err.getvalue() == ""
+
+
+async def test_control_characters_cannot_drive_a_terminal() -> None:
+    chat = Chat(FakeEngine(Script(["\x1b[2J", "a\tb\n", "\x9b\u202e\r"])), terminal=True)
+    await chat.ask("Hi")
+    assert chat.out.getvalue().startswith("^[[2Ja\tb\n<U+009B><U+202E>^M\n")
+
+
+async def test_commands() -> None:
+    chat = Chat(terminal=True)
+    assert (
+        await chat.talk("/help", "Hi", "/stats", "/clear", "/quit", "unread", interactive=True) == 0
+    )
+    shown = chat.out.getvalue()
+    assert "/save FILE" in shown
+    assert "1 turns: 5 prompt tokens cached, 5 computed, 2 generated" in shown
+    assert "filled 12 of 100 tokens" in shown
+    assert chat.session.messages == []
+    assert len(chat.engine.prompts) == 1
+
+
+async def test_an_unknown_command_gets_a_hint_and_is_not_sent() -> None:
+    chat = Chat()
+    await chat.talk("/sav x", "/zzz", " /usr/bin is a folder")
+    assert "Did you mean /save?" in chat.err.getvalue()
+    assert "/help lists the commands." in chat.err.getvalue()
+    assert len(chat.engine.prompts) == 1
+
+
+async def test_save_writes_a_file_for_its_owner_alone_and_never_over_another(
+    tmp_path: Path,
+) -> None:
+    chat = Chat()
+    as_json, as_markdown = tmp_path / "a chat.json", tmp_path / "chat.md"
+    await chat.talk("Hi", f"/save {as_json}", f"/save {as_markdown}", "/save", "Go on")
+    saved = json.loads(as_json.read_text())
+    assert saved["model"] == "fake"
+    assert [m["content"] for m in saved["messages"]] == ["Hi", "Hello."]
+    assert "## User\n\nHi\n\n## Assistant\n\nHello.\n" in as_markdown.read_text()
+    assert stat.S_IMODE(as_json.stat().st_mode) == 0o600
+    assert "Which file?" in chat.err.getvalue()
+    before = as_json.read_text()
+    assert await chat.talk(f"/save {as_json}", f"/save {tmp_path}/no/such", "Still there?") == 1
+    assert "exists already" in chat.err.getvalue()
+    assert "No such file" in chat.err.getvalue()
+    assert as_json.read_text() == before
+    assert len(chat.engine.prompts) == 3
+
+
+async def test_a_conversation_that_is_too_long_is_kept_and_clear_is_named() -> None:
+    too_long = Script(refusal_at_first_item=PromptError("101 tokens do not fit 100."))
+    chat = Chat(FakeEngine(Script(), too_long, Script()))
+    assert await chat.talk("Hi", "Too long", "Go on", interactive=True) == 0
+    assert "101 tokens do not fit 100. The conversation is as it was" in chat.err.getvalue()
+    assert "/clear" in chat.err.getvalue()
+    assert len(chat.engine.prompts[2]) == 3
+
+
+async def test_a_failed_turn_shows_in_the_exit_code_of_a_pipe() -> None:
+    chat = Chat(FakeEngine(Script(refusal=PromptError("no")), Script()))
+    assert await chat.talk("Bad", "Good") == 1
+    assert chat.out.getvalue() == "Hello.\n"
+
+
+async def test_a_dead_engine_ends_the_chat() -> None:
+    chat = Chat(FakeEngine(Script(refusal=EngineDeadError("dead"))))
+    with pytest.raises(EngineDeadError):
+        await chat.talk("Hi", "Again")
+
+
+async def test_an_answer_at_a_limit_says_which() -> None:
+    chat = Chat(FakeEngine(Script(finish_reason="length")))
+    await chat.ask("Hi")
+    assert "--max-tokens reached" in chat.err.getvalue()
+    chat = Chat(FakeEngine(Script(finish_reason="length", usage=Usage(98, 0, 0, 2))))
+    await chat.ask("Hi")
+    assert "/clear begins anew" in chat.err.getvalue()
+
+
+class CtrlC(io.StringIO):
+    """An output at which someone presses Ctrl-C when they have read `after`."""
+
+    def __init__(self, after: str) -> None:
+        super().__init__()
+        self._after = after
+
+    def write(self, text: str) -> int:
+        written = super().write(text)
+        if text == self._after:
+            os.kill(os.getpid(), signal.SIGINT)
+        return written
+
+
+async def test_ctrl_c_stops_the_answer_and_the_chat_goes_on() -> None:
+    chat = Chat(FakeEngine(Script(["Hel", WAIT]), Script(["Yes."])), out=CtrlC(after="Hel"))
+    assert await chat.talk("Hi", "Again") == 0
+    assert chat.out.getvalue() == "Hel\nYes.\n"
+    assert "; stopped]" in chat.err.getvalue()
+    assert len(chat.engine.prompts[1]) == 3
+
+
+async def test_ctrl_c_makes_one_question_end_with_130() -> None:
+    chat = Chat(FakeEngine(Script(["Hel", WAIT])), out=CtrlC(after="Hel"))
+    assert await chat.ask("Hi") == 130
+    assert chat.out.getvalue() == "Hel\n"
+
+
+async def test_ctrl_c_at_the_prompt_leaves() -> None:
+    class Silent:
+        async def line(self) -> str | None:
+            await asyncio.Event().wait()
+            return None
+
+    chat = Chat(terminal=True, out=CtrlC(after="> "))
+    code = await converse(chat.session, Silent(), chat.screen, interactive=True)
+    assert code == 130
+    task = asyncio.current_task()
+    assert task is not None
+    assert task.cancelling() == 0

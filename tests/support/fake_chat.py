@@ -1,0 +1,29 @@
+"""`interlace chat` with a fake engine, for tests that need a process of its own.
+
+Usage: python fake_chat.py ANSWER [options of interlace chat]; `~` in ANSWER waits until aborted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import sys
+from collections.abc import AsyncIterator
+
+from fake_engine import WAIT, FakeEngine, Script
+
+from interlace.cli import app, chat
+from interlace.cli.chat_engine import ChatEngine
+from interlace.engine.config import EngineConfig
+from interlace.engine.ports import Progress
+
+
+@contextlib.asynccontextmanager
+async def start_fake(config: EngineConfig, progress: Progress) -> AsyncIterator[ChatEngine]:
+    pieces = [WAIT if piece == "~" else piece for piece in re.findall(r"~|[^~]{1,3}", answer)]
+    yield FakeEngine(Script(pieces))
+
+
+answer = sys.argv.pop(1)
+chat.start_engine = start_fake
+app.main()
