@@ -7,6 +7,7 @@ Nothing here or in a command's module imports torch; what needs it is imported i
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Annotated
 
@@ -51,6 +52,7 @@ def interlace(
 
 def main() -> None:
     """Run the command line of this process and end it. Never returns."""
+    _fill_closed_streams()
     try:
         app()
     except InterlaceError as e:
@@ -61,3 +63,15 @@ def _complain(error: InterlaceError) -> int:
     """One line for what the user can do something about; a traceback would hide it."""
     typer.echo("interlace: " + harmless(" ".join(str(error).split())), err=True)
     return 1
+
+
+def _fill_closed_streams() -> None:
+    """Give standard streams that were closed a file: else the next file opened gets their number.
+
+    uvloop aborts the process when its own files have such numbers.
+    """
+    for fd in (0, 1, 2):
+        try:
+            os.fstat(fd)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest free number, which is this one

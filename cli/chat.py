@@ -203,7 +203,7 @@ async def talk(
     """
     screen = Screen.of_process()
     progress = progress_for()
-    if params.greedy and (params.top_k > 0 or params.top_p < 1 or params.min_p > 0 or params.seed):
+    if params.greedy and _narrows_the_draw(params):
         await screen.note(
             "At temperature 0 nothing is drawn, so --top-k, --top-p, --min-p and --seed have no "
             "effect; give a --temperature above 0, such as 0.7."
@@ -232,6 +232,11 @@ async def start_engine(config: EngineConfig, progress: Progress) -> AsyncIterato
     engine_class = await asyncio.to_thread(front_door)
     async with engine_class.from_config(config, progress=progress) as engine:
         yield engine
+
+
+def _narrows_the_draw(params: SamplingParams) -> bool:
+    limits = params.top_k > 0 or params.top_p < 1 or params.min_p > 0
+    return limits or params.seed is not None
 
 
 def _question(prompt: str | None, prompt_env: str | None) -> str | None:

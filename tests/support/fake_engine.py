@@ -77,12 +77,14 @@ class FakeEngine:
         self.config = EngineConfig(model="fake", max_model_len=max_model_len)
         self.tokenizer = FakeTokenizer(has_template)
         self.prompts: list[Prompt] = []
+        self.params: list[SamplingParams] = []
         self.streams: list[FakeStream] = []
         self._scripts = scripts or (Script(),)
 
     def generate(self, prompt: Prompt, params: SamplingParams) -> FakeStream:
         script = self._scripts[min(len(self.prompts), len(self._scripts) - 1)]
         self.prompts.append(prompt)
+        self.params.append(params)
         if script.refusal is not None:
             raise script.refusal
         self.streams.append(FakeStream(f"r{len(self.prompts)}", script))

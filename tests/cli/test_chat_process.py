@@ -1,0 +1,180 @@
+"""The command as a process with a fake engine: pipes, closed streams, a real terminal, Ctrl-C."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+FAKE_CHAT = [sys.executable, str(ROOT / "tests/support/fake_chat.py")]
+LONG = "Hello ~"
+
+
+def environment(**extra: str) -> dict[str, str]:
+    path = f"{ROOT / 'src'}{os.pathsep}{ROOT / 'tests/support'}"
+    return {**os.environ, "PYTHONPATH": path, "TERM": "xterm", **extra}
+
+
+def run(
+    answer: str, *args: str, stdin: bytes | None = b"", **env: str
+) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run(
+        [*FAKE_CHAT, answer, "chat", *args],
+        input=stdin,
+        env=environment(**env),
+        capture_output=True,
+        timeout=30,
+        check=False,
+    )
+    out, err = done.stdout.decode(), done.stderr.decode()
+    return subprocess.CompletedProcess(done.args, done.returncode, out, err)
+
+
+def test_one_question() -> None:
+    done = run("Paris.", "-p", "Capital?")
+    assert (done.returncode, done.stdout) == (0, "Paris.\n")
+
+
+def test_one_question_as_json_with_nothing_beside_it() -> None:
+    done = run("Paris.", "-p", "Capital?", "--json")
+    assert json.loads(done.stdout)["text"] == "Paris."
+    assert done.stderr == ""
+
+
+def test_a_prompt_from_the_environment_is_read_only_when_told() -> None:
+    done = run("Yes.", "--prompt-env", "INTERLACE_PROMPT", INTERLACE_PROMPT="-p `x` $y")
+    assert (done.returncode, done.stdout) == (0, "Yes.\n")
+    assert run("Yes.", INTERLACE_PROMPT="Hi").stdout == ""
+
+
+def test_piped_lines_are_answered_plainly() -> None:
+    done = run("Aye.", stdin=b"one\r\n\ntwo \xff\nthree")
+    assert (done.returncode, done.stdout) == (0, "Aye.\n" * 3)
+
+
+def test_a_file_as_input(tmp_path: Path) -> None:
+    (tmp_path / "lines").write_text("one\ntwo\n")
+    with (tmp_path / "lines").open() as lines:
+        done = subprocess.run(
+            [*FAKE_CHAT, "Aye.", "chat"], stdin=lines, env=environment(), stdout=-1, check=True
+        )
+    assert done.stdout == b"Aye.\nAye.\n"
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-", "</dev/null"])
+def test_closed_streams_do_no_harm(closed: str) -> None:
+    done = subprocess.run(
+        ["sh", "-c", f'printf "one\\n" | "$@" {closed}', "sh", *FAKE_CHAT, "Aye.", "chat"],
+        env=environment(),
+        capture_output=True,
+        timeout=30,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert b"Traceback" not in done.stderr
+
+
+def test_a_reader_that_leaves_ends_it_quietly() -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = subprocess.run(
+        [*FAKE_CHAT, "Aye.", "chat", "-p", "Hi"],
+        stdout=writing,
+        stderr=subprocess.PIPE,
+        env=environment(),
+        timeout=30,
+        check=False,
+    )
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (1, b"")
+
+
+def test_output_that_cannot_show_a_character_replaces_it() -> None:
+    done = run("Gr\u00fc\u00dfe", "-p", "Hi", PYTHONIOENCODING="ascii", PYTHONUTF8="0")
+    assert (done.returncode, done.stdout) == (0, "Gr??e\n")
+
+
+class Terminal:
+    """A chat on a pseudo-terminal, driven like a person would."""
+
+    def __init__(self, answer: str, *args: str, **env: str) -> None:
+        self._ours, theirs = pty.openpty()
+        self.process = subprocess.Popen(
+            [*FAKE_CHAT, answer, "chat", *args],
+            stdin=theirs,
+            stdout=theirs,
+            stderr=theirs,
+            env=environment(**env),
+            start_new_session=True,
+        )
+        os.close(theirs)
+        self.shown = ""
+
+    def wait_for(self, text: str) -> str:
+        """Read until `text` has come; returns what was read up to its end."""
+        while text not in self.shown:
+            ready, _, _ = select.select([self._ours], [], [], 20)
+            assert ready, f"{text!r} did not come, only {self.shown!r}"
+            self.shown += os.read(self._ours, 4096).decode()
+        before, _, self.shown = self.shown.partition(text)
+        return before + text
+
+    def type(self, text: str) -> None:
+        os.write(self._ours, text.encode())
+
+    def ctrl_c(self) -> None:
+        self.process.send_signal(signal.SIGINT)
+
+    def ended(self) -> int:
+        return self.process.wait(timeout=20)
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        os.close(self._ours)
+
+
+@pytest.fixture
+def waiting_chat() -> Iterator[Terminal]:
+    """At a prompt, with a model whose answers go on until they are stopped."""
+    terminal = Terminal(LONG, NO_COLOR="1")
+    terminal.wait_for("> ")
+    yield terminal
+    terminal.close()
+
+
+def test_ctrl_c_stops_the_answer_and_at_the_prompt_leaves(waiting_chat: Terminal) -> None:
+    chat = waiting_chat
+    chat.type("Hi\n")
+    chat.wait_for("Hello ")
+    chat.ctrl_c()
+    chat.wait_for("; stopped]")
+    chat.wait_for("> ")
+    chat.type("/stats\n")
+    chat.wait_for("1 turns")
+    chat.wait_for("> ")
+    chat.ctrl_c()
+    assert chat.ended() == 130
+
+
+def test_ctrl_d_leaves(waiting_chat: Terminal) -> None:
+    waiting_chat.type("\x04")
+    assert waiting_chat.ended() == 0
+
+
+def test_a_terminal_gets_dim_remarks_and_no_control_characters() -> None:
+    terminal = Terminal("a\x1b[2Jb", "-p", "Hi")
+    try:
+        assert "a^[[2Jb\r\n\x1b[2m[5 cached" in terminal.wait_for("]\x1b[0m\r\n")
+        assert terminal.ended() == 0
+    finally:
+        terminal.close()
