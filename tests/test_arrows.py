@@ -99,12 +99,36 @@ def test_a_module_says_what_it_is_and_avoids_what_is_banned(path: Path) -> None:
     assert ast.get_docstring(tree), f"{path} has no docstring"
     banned = {"pickle", "dill", "cloudpickle", "marshal", "shelve"}
     assert not {name.split(".")[0] for name in imports(tree)} & banned
+    bare = [f"{path}:{line}" for line in bare_tasks(tree)]
+    assert not bare, f"{bare}: use a TaskGroup, a bare task has no owner"
+
+
+def bare_tasks(tree: ast.Module) -> Iterator[int]:
+    """Lines where a task is made by a loop or by asyncio itself, and not by a task group."""
+    makers = {"create_task", "ensure_future", "run_coroutine_threadsafe"}
     for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and node.attr in ("create_task", "ensure_future"):
-            owner = node.value
-            owned = isinstance(owner, ast.Name) and ("group" in owner.id or owner.id == "tg")
-            owned |= isinstance(owner, ast.Attribute) and "group" in owner.attr
-            assert owned, f"{path}:{node.lineno}: use a TaskGroup, a bare task has no owner"
+        if isinstance(node, ast.Attribute) and node.attr in makers:
+            owner = ast.unparse(node.value)
+            if owner == "asyncio" or "loop" in owner.rpartition(".")[2]:
+                yield node.lineno
+        elif isinstance(node, ast.ImportFrom) and node.module == "asyncio":
+            if makers & {alias.name for alias in node.names}:
+                yield node.lineno
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "asyncio.create_task(f())",
+        "asyncio.ensure_future(f())",
+        "from asyncio import create_task",
+        "self._loop.create_task(f())",
+        "asyncio.get_running_loop().create_task(f())",
+    ],
+)
+def test_bare_tasks_are_found(code: str) -> None:
+    assert list(bare_tasks(ast.parse(code))) == [1]
+    assert not list(bare_tasks(ast.parse("group.create_task(f()); self._tasks.create_task(f())")))
 
 
 ALL_OF_ENGINE = """
