@@ -1,0 +1,43 @@
+"""Where conversions are cached, and how long what a killed process left there may stay."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from pathlib import Path
+
+import platformdirs
+
+CACHE_VARIABLE = "INTERLACE_CACHE_DIR"
+SCRATCH_PREFIX = "building-"
+_SCRATCH_AGE_S = 6 * 3600.0
+
+
+def cache_folder() -> Path:
+    """`INTERLACE_CACHE_DIR`, or the user's cache folder of this system; may not exist yet."""
+    chosen = os.environ.get(CACHE_VARIABLE, "").strip()
+    return Path(chosen).expanduser() if chosen else platformdirs.user_cache_path("interlace")
+
+
+def private_folder(path: Path) -> Path:
+    """Make `path` if need be, readable by its owner alone. Raises: `OSError`."""
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    path.mkdir(exist_ok=True, mode=0o700)
+    path.chmod(0o700)
+    return path
+
+
+def remove_stale_scratch(folder: Path) -> None:
+    """Remove scratch folders and unfinished files of processes that were killed hours ago."""
+    oldest = time.time() - _SCRATCH_AGE_S
+    for left in [*folder.glob(f"{SCRATCH_PREFIX}*"), *folder.glob("*.tmp")]:
+        try:
+            if left.lstat().st_mtime >= oldest:
+                continue
+        except FileNotFoundError:
+            continue  # another process was quicker
+        if left.is_dir() and not left.is_symlink():
+            shutil.rmtree(left, ignore_errors=True)
+        else:
+            left.unlink(missing_ok=True)

@@ -1,0 +1,26 @@
+"""What every kind of checkpoint offers once it is open: a description, weights and a tokenizer."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import torch
+
+from interlace.engine.ports import Progress
+from interlace.engine.tokenizer import Tokenizer
+from interlace.layers.architecture import Architecture
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """An open checkpoint; weights are not read yet, so that a refusal costs nothing."""
+
+    name: str
+    architecture: Architecture
+    eos_token_ids: tuple[int, ...]
+    """From the model's files; the tokenizer may know more."""
+    read_weights: Callable[[torch.dtype, torch.device, Progress], dict[str, torch.Tensor]]
+    """Weights in the engine's layout. Raises: `ModelError`."""
+    read_tokenizer: Callable[[], Tokenizer]
+    """The checkpoint's own tokenizer. Raises: `ModelError`."""

@@ -1,0 +1,113 @@
+"""`load_checkpoint`: everything an engine needs of a model, from its name."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator
+
+import torch
+
+from interlace.engine.config import DTYPES
+from interlace.engine.errors import ConfigError, ModelError
+from interlace.engine.ports import Progress
+from interlace.engine.tokenizer import Tokenizer
+from interlace.layers.architecture import Architecture
+from interlace.layers.checkpoint.checkpoint import Checkpoint
+from interlace.layers.checkpoint.resolve import open_checkpoint
+from interlace.layers.decoder import Decoder
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model that is ready to run."""
+
+    name: str
+    decoder: Decoder
+    tokenizer: Tokenizer | None
+    """None if it was skipped."""
+    architecture: Architecture
+    eos_token_ids: tuple[int, ...]
+    """Ids that end an answer, from the model's files and the tokenizer."""
+    max_model_len: int
+    """Most tokens of one sequence."""
+
+
+def load_checkpoint(
+    model: str,
+    *,
+    tokenizer: str | None = None,
+    skip_tokenizer: bool = False,
+    dtype: str = "auto",
+    device: str = "cpu",
+    max_model_len: int | None = None,
+    progress: Progress | None = None,
+) -> LoadedModel:
+    """Load `model`: `smollm2-135m`, a .gguf file, a Hugging Face folder, or a hub id.
+
+    `tokenizer` is a folder to use in place of the model's own. `dtype` "auto" is float32 on a
+    CPU, bfloat16 elsewhere. `max_model_len` may lower the model's own limit. May take minutes (a
+    download, a conversion); runs on the caller's thread, which must not be the event loop's.
+
+    Raises: `ModelError` for whatever is wrong with the model, `ConfigError` for an option.
+    """
+    progress = progress or _Silent()
+    target = _device(device)
+    checkpoint = open_checkpoint(model, progress)
+    length = _model_len(checkpoint.architecture, max_model_len)
+    checkpoint.architecture.check_window(length)
+    text = None if skip_tokenizer else _tokenizer(checkpoint, tokenizer)
+    weights = checkpoint.read_weights(_dtype(dtype, target), target, progress)
+    ends = (*checkpoint.eos_token_ids, *(text.eos_token_ids if text else ()))
+    return LoadedModel(
+        name=checkpoint.name,
+        decoder=Decoder(checkpoint.architecture, weights, max_model_len=length),
+        tokenizer=text,
+        architecture=checkpoint.architecture,
+        eos_token_ids=tuple(dict.fromkeys(ends)),
+        max_model_len=length,
+    )
+
+
+def _model_len(architecture: Architecture, asked: int | None) -> int:
+    limit = architecture.max_position
+    if asked is not None and asked > limit:
+        raise ConfigError(
+            f"max_model_len {asked} is more than the {limit} tokens that the model is made for; "
+            "ask for less or leave it out."
+        )
+    return limit if asked is None else asked
+
+
+def _device(name: str) -> torch.device:
+    try:
+        return torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"device {name!r} is not one that torch knows; use 'cpu'.") from error
+
+
+def _dtype(name: str, device: torch.device) -> torch.dtype:
+    if name not in DTYPES:
+        raise ConfigError(f"dtype must be one of {', '.join(DTYPES)}, not {name!r}.")
+    if name == "auto":
+        return torch.float32 if device.type == "cpu" else torch.bfloat16
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
+
+
+def _tokenizer(checkpoint: Checkpoint, folder: str | None) -> Tokenizer:
+    text = Tokenizer.from_folder(folder) if folder is not None else checkpoint.read_tokenizer()
+    if text.vocab_size > checkpoint.architecture.vocab_size:
+        raise ModelError(
+            f"the tokenizer has {text.vocab_size} tokens, but {checkpoint.name} knows only "
+            f"{checkpoint.architecture.vocab_size}; pass --tokenizer DIR with the model's own."
+        )
+    return text
+
+
+class _Silent:
+    """Progress that nobody watches."""
+
+    @contextlib.contextmanager
+    def task(self, description: str, total: float | None) -> Iterator[Callable[[float], None]]:
+        yield lambda _done: None
