@@ -111,9 +111,8 @@ def bare_tasks(tree: ast.Module) -> Iterator[int]:
             owner = ast.unparse(node.value)
             if owner == "asyncio" or "loop" in owner.rpartition(".")[2]:
                 yield node.lineno
-        elif isinstance(node, ast.ImportFrom) and node.module == "asyncio":
-            if makers & {alias.name for alias in node.names}:
-                yield node.lineno
+        elif isinstance(node, ast.ImportFrom) and makers & {alias.name for alias in node.names}:
+            yield node.lineno
 
 
 @pytest.mark.parametrize(
