@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from interlace.cli.bench_output import StillProgress, check_json_target, show
+from interlace.cli.progress import progress_for
 from interlace.cli.running import run
 
 if TYPE_CHECKING:
@@ -194,8 +195,8 @@ def _measure(
     from interlace.engine.clock import MonotonicClock
 
     check_json_target(json)
+    prepared = prepare(settings, progress_for())
     progress = StillProgress(sys.stderr)
-    prepared = prepare(settings, progress)
     report = run(
         lambda: run_benchmark(name, prepared, experiment, MonotonicClock(), progress, shape)
     )

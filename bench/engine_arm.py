@@ -1,0 +1,83 @@
+"""The arm that runs our own engine and reads its stream as any caller would."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import AsyncIterator, Sequence
+from typing import Protocol
+
+from interlace.bench.lag_probe import LagProbe
+from interlace.bench.timeline import Sample, sample_of
+from interlace.bench.workload import Work
+from interlace.engine.errors import InterlaceError
+from interlace.engine.outputs import RequestOutput
+from interlace.engine.ports import Clock
+from interlace.engine.sampling_params import SamplingParams
+
+
+class TokenEngine(Protocol):
+    """The part of `AsyncEngine` that the benchmarks use."""
+
+    def generate(
+        self, prompt: Sequence[int], sampling_params: SamplingParams, /
+    ) -> AsyncIterator[RequestOutput]:
+        """A stream of deltas for a prompt of token ids."""
+        ...
+
+
+@dataclasses.dataclass(slots=True)
+class _Reading:
+    """What the reader of one stream saw."""
+
+    arrivals: list[float] = dataclasses.field(default_factory=list)
+    cached_tokens: int = 0
+
+
+class EngineArm:
+    """Runs work on an idle engine: greedy, past every end of sequence, without text."""
+
+    def __init__(self, engine: TokenEngine, clock: Clock, name: str = "interlace") -> None:
+        """`name` is what tables call this arm."""
+        self.name = name
+        self._engine = engine
+        self._clock = clock
+
+    async def run(self, work: Work) -> Sample:
+        """Submit all prompts at once and time their tokens, as they reach the readers.
+
+        Raises: what the engine raises; `InterlaceError` if a request ends early. Cancelling
+        closes every stream.
+        """
+        readings = [_Reading() for _ in work.prompts]
+        with LagProbe(self._clock) as probe:
+            started = self._clock.monotonic()
+            try:
+                async with asyncio.TaskGroup() as group:
+                    for prompt, reading in zip(work.prompts, readings, strict=True):
+                        group.create_task(self._read(prompt, work.output_tokens, reading))
+            except ExceptionGroup as several:
+                raise several.exceptions[0] from None  # the others were cancelled for it
+        sample = sample_of(
+            work,
+            started,
+            [reading.arrivals for reading in readings],
+            cached_tokens=sum(reading.cached_tokens for reading in readings),
+        )
+        return dataclasses.replace(sample, worst_lag_s=probe.worst_s)
+
+    async def _read(self, prompt: Sequence[int], output_tokens: int, reading: _Reading) -> None:
+        params = SamplingParams(
+            temperature=0.0, max_tokens=output_tokens, ignore_eos=True, detokenize=False
+        )
+        async for out in self._engine.generate(prompt, params):
+            reading.arrivals += [self._clock.monotonic()] * len(out.token_ids)
+            if out.usage is not None:
+                reading.cached_tokens = out.usage.num_local_cached_tokens
+            if out.finish_reason in ("error", "abort"):
+                raise InterlaceError(f"a benchmark request failed: {out.error or 'aborted'}")
+        if len(reading.arrivals) != output_tokens:
+            raise InterlaceError(
+                f"a benchmark request ended after {len(reading.arrivals)} of {output_tokens} "
+                "tokens; use fewer --output-tokens or --prompt-tokens."
+            )

@@ -1,0 +1,77 @@
+"""When each request's tokens arrived, and the figures that follow. Knows no engine.
+
+Decoding is timed while every request has its first token, so that no prefill is in the rate:
+
+    request 1   ..first.....o....o....o....o....o
+    request 2   ...........first.o....o....o....o....o
+                             [----- decode window ----]
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from interlace.bench.workload import Work
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Sample:
+    """What one run of one piece of work took. Times in seconds."""
+
+    batch_size: int
+    prompt_tokens: int
+    """Of each request."""
+    first_token_s: float
+    """From the call until every request had its first token."""
+    decode_s: float
+    """Length of the decode window."""
+    decode_steps: int
+    """Most tokens that one request got in the window."""
+    decode_tokens: int
+    """Tokens that all requests got in the window."""
+    cached_tokens: int = 0
+    """Prompt tokens of all requests that the prefix cache held."""
+    worst_lag_s: float | None = None
+    """Worst lag of the event loop during the run; None where no loop is involved."""
+
+    @property
+    def prefill_tokens_per_s(self) -> float:
+        """Prompt tokens of all requests by the time to their first tokens."""
+        return self.batch_size * self.prompt_tokens / self.first_token_s
+
+    @property
+    def decode_tokens_per_s(self) -> float:
+        """Of all requests together; 0 if only first tokens were asked for."""
+        return self.decode_tokens / self.decode_s if self.decode_s else 0.0
+
+    @property
+    def step_s(self) -> float:
+        """One decode step of the whole batch; 0 if only first tokens were asked for."""
+        return self.decode_s / self.decode_steps if self.decode_steps else 0.0
+
+
+def sample_of(
+    work: Work, started: float, arrivals: Sequence[Sequence[float]], *, cached_tokens: int = 0
+) -> Sample:
+    """The figures of one run.
+
+    `arrivals` holds for each request the time of each token, at least one, ascending, on the
+    same clock as `started`.
+    """
+    opened = max(times[0] for times in arrivals)
+    closed = max(times[-1] for times in arrivals)
+    slowest = min(len(times) for times in arrivals if times[0] == opened)
+    # The tokens that arrive with the one that opens the window are read microseconds before or
+    # after it. They were computed before the window; half a step tells them from the next ones.
+    half_step = (closed - opened) / max(1, slowest - 1) / 2
+    counts = [sum(t > opened + half_step for t in times) for times in arrivals]
+    return Sample(
+        batch_size=work.batch_size,
+        prompt_tokens=work.prompt_tokens,
+        first_token_s=opened - started,
+        decode_s=closed - opened,
+        decode_steps=max(counts),
+        decode_tokens=sum(counts),
+        cached_tokens=cached_tokens,
+    )

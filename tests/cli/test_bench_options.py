@@ -1,0 +1,104 @@
+"""`interlace bench`: options, output and progress, without a model."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from interlace.bench.report import Check, Report, Row
+from interlace.bench.spread import Spread
+from interlace.cli import bench, bench_output
+from interlace.cli.bench_output import StillProgress, check_json_target, show
+from interlace.engine.errors import ConfigError
+
+REPORT = Report(
+    "decode",
+    {"model": "tiny"},
+    {"cores": 2},
+    (Row("ours", {"tokens/s": Spread.of([4.0])}),),
+    (Check("worst event-loop lag, ms", 1.0, at_most=20.0),),
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "counts"), [("1", (1,)), ("1,8", (1, 8)), (" 8 , 1,8", (8, 1)), ("16", (16,))]
+)
+def test_counts(text: str, counts: tuple[int, ...]) -> None:
+    assert bench.parse_counts("--batch-sizes", text, 16) == counts
+
+
+@pytest.mark.parametrize("text", ["", "0", "1,", "x", "17", "-1", "1;2", "1.5"])
+def test_bad_counts(text: str) -> None:
+    with pytest.raises(typer.BadParameter, match="from 1 to 16"):
+        bench.parse_counts("--batch-sizes", text, 16)
+
+
+def test_json_to_standard_output_stands_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    show(REPORT, "-")
+    out, err = capsys.readouterr()
+    assert json.loads(out)["rows"][0]["case"] == "ours"
+    assert "tokens/s" in err
+
+
+def test_json_to_a_file_beside_a_plain_table(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    show(REPORT, str(tmp_path / "r.json"))
+    out, err = capsys.readouterr()
+    assert "tokens/s" in out
+    assert "\033" not in out
+    assert err == ""
+    assert json.loads((tmp_path / "r.json").read_text())["benchmark"] == "decode"
+
+
+def test_a_file_that_cannot_be_written_is_refused_first(tmp_path: Path) -> None:
+    check_json_target(None)
+    check_json_target("-")
+    check_json_target(str(tmp_path / "new.json"))
+    for target in (tmp_path, tmp_path / "missing" / "r.json"):
+        with pytest.raises(ConfigError, match="cannot be written"):
+            check_json_target(str(target))
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_progress_on_a_terminal_is_one_line_that_goes_away() -> None:
+    stream = Terminal()
+    with StillProgress(stream).task("decode", 4) as advance:
+        advance(1)
+        advance(3)
+    text = stream.getvalue()
+    assert "[" + "#" * bench_output.BAR_WIDTH + "] 4/4" in text
+    assert text.endswith("\r\033[2K")
+
+
+def test_progress_elsewhere_is_one_plain_line() -> None:
+    stream = io.StringIO()
+    with StillProgress(stream).task("decode", 4) as advance:
+        advance(1)
+    assert stream.getvalue() == "decode ...\n"
+
+
+def test_the_schedule_benchmark_runs(tmp_path: Path) -> None:
+    target = tmp_path / "schedule.json"
+    arguments = ["schedule", "--requests", "4", "--steps", "3", "--json", str(target)]
+    result = CliRunner().invoke(bench.app, arguments)
+    assert result.exit_code == 0, result.output
+    assert "4 running requests" in result.output
+    figures = json.loads(target.read_text())["rows"][0]["figures"]
+    assert len(figures["schedule() ms"]["samples"]) == 3
+
+
+@pytest.mark.parametrize("command", ["decode", "prefill", "hit", "schedule"])
+def test_help(command: str) -> None:
+    result = CliRunner().invoke(bench.app, [command, "--help"])
+    assert result.exit_code == 0
+    assert "--json" in result.output
