@@ -12,7 +12,8 @@ from typing import Any, NoReturn, final
 import jinja2
 
 from interlace.engine.errors import PromptError
-from interlace.engine.template_sandbox import MAX_CHARS, METER_KEY, Meter, TemplateSandbox
+from interlace.engine.template_meter import MAX_CHARS, Meter
+from interlace.engine.template_sandbox import METER_KEY, TemplateSandbox
 
 
 def check_messages(messages: object) -> list[dict[str, str]]:
