@@ -18,10 +18,10 @@ import typer
 from interlace.cli.chat_engine import ChatEngine
 from interlace.cli.chat_modes import converse, one_shot
 from interlace.cli.chat_session import ChatSession
-from interlace.cli.lines import LineReader
+from interlace.cli.lines import LineReader, LineSource, TypedLines, terminal_restored
 from interlace.cli.progress import progress_for
 from interlace.cli.running import run
-from interlace.cli.screen import Screen, is_terminal
+from interlace.cli.screen import PROMPT, Screen, is_terminal
 from interlace.engine.config import EngineConfig
 from interlace.engine.errors import PromptError
 from interlace.engine.ports import Progress
@@ -183,9 +183,11 @@ def chat(
     )
     if json and question is None and is_terminal(sys.stdin):
         raise typer.BadParameter("--json needs -p TEXT, or questions on standard input.")
-    raise typer.Exit(
-        run(lambda: talk(start_engine, config, params, question, _text(system), as_json=json))
-    )
+    with terminal_restored():
+        code = run(
+            lambda: talk(start_engine, config, params, question, _text(system), as_json=json)
+        )
+    raise typer.Exit(code)
 
 
 async def talk(
@@ -216,8 +218,16 @@ async def talk(
         if question is not None:
             return await one_shot(session, question, screen, as_json=as_json)
         interactive = is_terminal(sys.stdin)
-        lines = LineReader.of_stdin()
+        lines = _lines(screen, interactive)
         return await converse(session, lines, screen, interactive=interactive, as_json=as_json)
+
+
+def _lines(screen: Screen, interactive: bool) -> LineSource:
+    if not interactive:
+        return LineReader.of_stdin()
+    if is_terminal(sys.stdout):
+        return TypedLines(PROMPT)
+    return LineReader.of_stdin(ask=screen.prompt)
 
 
 @contextlib.asynccontextmanager

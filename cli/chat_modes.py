@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable
 
 from interlace.cli.chat_commands import ChatCommands, is_command
 from interlace.cli.chat_session import ChatSession, Turn
@@ -44,31 +44,22 @@ async def converse(
 ) -> int:
     """Answer line after line until `/quit`, the end of the input, or Ctrl-C.
 
-    With `interactive` there is a prompt; without it, a turn that failed makes the exit code 1.
+    With `interactive` there is a greeting; without it, a turn that failed makes the exit code 1.
     Returns the exit code. Raises: whatever ends all requests, such as `EngineDeadError`.
     """
+    if interactive:
+        await screen.note(_greeting(session))
+    code = await until_ctrl_c(session, _converse(session, lines, screen, as_json))
     if not interactive:
-        talk = _converse(session, lines, screen, None, as_json)
-        return await until_ctrl_c(session, talk)
-    await screen.note(_greeting(session))
-    talk = _converse(session, lines, screen, screen.prompt, as_json)
-    code = await until_ctrl_c(session, talk)
+        return code
     await screen.end_prompt()
     return 0 if code == EXIT_FAILED else code
 
 
-async def _converse(
-    session: ChatSession,
-    lines: LineSource,
-    screen: Screen,
-    prompt: Callable[[], Awaitable[None]] | None,
-    as_json: bool,
-) -> int:
+async def _converse(session: ChatSession, lines: LineSource, screen: Screen, as_json: bool) -> int:
     commands = ChatCommands(session, screen)
     code = 0
     while True:
-        if prompt is not None:
-            await prompt()
         try:
             line = await lines.line()
             if line is None:

@@ -1,17 +1,21 @@
 """Lines from standard input, be it a terminal, a pipe, a file or closed.
 
-Knows nothing of what the lines mean. One daemon thread reads, with `os.read`: the event loop could
-not watch a file, and a thread blocked inside `sys.stdin` would hold its lock when Python ends.
+Knows nothing of what the lines mean. One daemon thread reads, since the event loop can't watch a
+file. It never reads through `sys.stdin`, whose lock it would still hold when Python ends.
 """
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import select
 import sys
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Protocol
 
 from interlace.cli.blocking import BlockingThread
+from interlace.cli.screen import is_terminal
 from interlace.engine.errors import PromptError
 
 MAX_LINE_BYTES = 4 * 2**20
@@ -22,27 +26,77 @@ class LineSource(Protocol):
     """Where a chat's lines come from."""
 
     async def line(self) -> str | None:
-        """The next line without its end, or None when there are no more."""
+        """The next line without its end, or None when there are no more.
+
+        Asks for it first, if there is someone to ask.
+        """
         ...
 
 
-class LineReader:
-    """A `LineSource` that reads a file descriptor, a line only when one is asked for."""
+class TypedLines:
+    """A `LineSource` for someone who types at a terminal and reads there too.
 
-    def __init__(self, fd: int | None) -> None:
+    With line editing, history, and pasted text of several lines as one, where Python has readline.
+    """
+
+    def __init__(self, prompt: str) -> None:
+        self._prompt = prompt
+        self._thread = BlockingThread("interlace-stdin")
+        if isinstance(sys.stdin, io.TextIOWrapper):
+            sys.stdin.reconfigure(errors="replace")
+        with contextlib.suppress(ImportError):  # `input` finds it once it is imported
+            import readline  # noqa: F401
+
+    async def line(self) -> str | None:
+        """Ask for a line. Cancellation: the terminal stays as readline needs it meanwhile."""
+        return await self._thread.call(self._ask)
+
+    def _ask(self) -> str | None:
+        try:
+            return input(self._prompt)
+        except EOFError:
+            return None
+
+
+@contextlib.contextmanager
+def terminal_restored() -> Iterator[None]:
+    """Leave the terminal as it was, even if a thread is left behind that waits for a line."""
+    if not is_terminal(sys.stdin):
+        yield
+        return
+    import termios
+
+    fd = sys.stdin.fileno()
+    before = termios.tcgetattr(fd)
+    try:
+        yield
+    finally:
+        if termios.tcgetattr(fd) != before:
+            termios.tcsetattr(fd, termios.TCSANOW, before)
+            os.write(fd, b"\x1b[?2004l")  # readline marks pasted text by this mode
+
+
+class LineReader:
+    """A `LineSource` that reads a file descriptor, a line only when one is asked for.
+
+    `ask` is awaited before each line.
+    """
+
+    def __init__(self, fd: int | None, ask: Callable[[], Awaitable[None]] | None = None) -> None:
         self._fd = fd
+        self._ask = ask
         self._thread = BlockingThread("interlace-stdin")
         self._buffer = bytearray()
         self._ended = fd is None
 
     @classmethod
-    def of_stdin(cls) -> LineReader:
+    def of_stdin(cls, ask: Callable[[], Awaitable[None]] | None = None) -> LineReader:
         """A reader of standard input.
 
         If it was closed at the start its number may by now name another file: then there is
         nothing to read.
         """
-        return cls(None if sys.stdin is None else sys.stdin.fileno())
+        return cls(None if sys.stdin is None else sys.stdin.fileno(), ask)
 
     async def line(self) -> str | None:
         """The next line, decoded as UTF-8 with errors replaced; None at the end.
@@ -50,6 +104,8 @@ class LineReader:
         Raises: `PromptError` for a line of more than 4 MiB, which is skipped.
         Cancellation: the line that is being read is lost.
         """
+        if self._ask is not None:
+            await self._ask()
         return await self._thread.call(self._read_line)
 
     def _read_line(self) -> str | None:

@@ -14,7 +14,8 @@ from typing import TextIO
 
 from interlace.cli.blocking import BlockingThread
 
-DIM, BOLD, RED, RESET = "\x1b[2m", "\x1b[1m", "\x1b[31m", "\x1b[0m"
+PROMPT = "> "
+DIM, RED, RESET = "\x1b[2m", "\x1b[31m", "\x1b[0m"
 # Control characters but newline and tab, and those that reorder the text around them.
 _UNSAFE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
@@ -92,8 +93,7 @@ class Screen:
 
     async def prompt(self) -> None:
         """Ask for a line."""
-        await self.end_answer()
-        await self._write(self._beside, self._styled(BOLD, ">") + " ")
+        await self._write(self._beside, PROMPT)
 
     async def end_prompt(self) -> None:
         """Finish the line of a prompt that got no answer."""

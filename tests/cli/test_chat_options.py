@@ -72,6 +72,15 @@ def test_an_empty_prompt_is_one_clear_line(
     assert not started, "nothing is loaded for it"
 
 
+def test_a_prompt_from_the_environment_is_read_when_told(
+    run: Run, started: Started, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("INTERLACE_PROMPT", "-p `x` $y")
+    code, out, _ = run("chat", "--prompt-env", "INTERLACE_PROMPT")
+    assert (code, out) == (0, "Yes.\n")
+    assert started.engine.prompts == [[{"role": "user", "content": "-p `x` $y"}]]
+
+
 @pytest.mark.parametrize(
     ("args", "said"),
     [

@@ -9,6 +9,7 @@ import select
 import signal
 import subprocess
 import sys
+import termios
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -39,21 +40,10 @@ def run(
     return subprocess.CompletedProcess(done.args, done.returncode, out, err)
 
 
-def test_one_question() -> None:
-    done = run("Paris.", "-p", "Capital?")
-    assert (done.returncode, done.stdout) == (0, "Paris.\n")
-
-
 def test_one_question_as_json_with_nothing_beside_it() -> None:
     done = run("Paris.", "-p", "Capital?", "--json")
     assert json.loads(done.stdout)["text"] == "Paris."
     assert done.stderr == ""
-
-
-def test_a_prompt_from_the_environment_is_read_only_when_told() -> None:
-    done = run("Yes.", "--prompt-env", "INTERLACE_PROMPT", INTERLACE_PROMPT="-p `x` $y")
-    assert (done.returncode, done.stdout) == (0, "Yes.\n")
-    assert run("Yes.", INTERLACE_PROMPT="Hi").stdout == ""
 
 
 def test_piped_lines_are_answered_plainly() -> None:
@@ -70,7 +60,7 @@ def test_a_file_as_input(tmp_path: Path) -> None:
     assert done.stdout == b"Aye.\nAye.\n"
 
 
-@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-", "</dev/null"])
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "<&- >&- 2>&-"])
 def test_closed_streams_do_no_harm(closed: str) -> None:
     done = subprocess.run(
         ["sh", "-c", f'printf "one\\n" | "$@" {closed}', "sh", *FAKE_CHAT, "Aye.", "chat"],
@@ -108,6 +98,7 @@ class Terminal:
 
     def __init__(self, answer: str, *args: str, **env: str) -> None:
         self._ours, theirs = pty.openpty()
+        self.modes_before = termios.tcgetattr(theirs)
         self.process = subprocess.Popen(
             [*FAKE_CHAT, answer, "chat", *args],
             stdin=theirs,
@@ -116,7 +107,7 @@ class Terminal:
             env=environment(**env),
             start_new_session=True,
         )
-        os.close(theirs)
+        self._theirs = theirs
         self.shown = ""
 
     def wait_for(self, text: str) -> str:
@@ -131,6 +122,9 @@ class Terminal:
     def type(self, text: str) -> None:
         os.write(self._ours, text.encode())
 
+    def modes(self) -> object:
+        return termios.tcgetattr(self._theirs)
+
     def ctrl_c(self) -> None:
         self.process.send_signal(signal.SIGINT)
 
@@ -141,6 +135,7 @@ class Terminal:
         self.process.kill()
         self.process.wait()
         os.close(self._ours)
+        os.close(self._theirs)
 
 
 @pytest.fixture
@@ -164,6 +159,23 @@ def test_ctrl_c_stops_the_answer_and_at_the_prompt_leaves(waiting_chat: Terminal
     chat.wait_for("> ")
     chat.ctrl_c()
     assert chat.ended() == 130
+
+
+def test_a_typed_line_can_be_edited_and_fetched_again(waiting_chat: Terminal) -> None:
+    pytest.importorskip("readline")
+    chat = waiting_chat
+    chat.type("stats\x01/\n")  # Ctrl-A goes to the start of the line
+    chat.wait_for("0 turns")
+    chat.wait_for("> ")
+    chat.type("\x1b[A\n")  # the line before
+    chat.wait_for("0 turns")
+
+
+def test_the_terminal_is_left_as_it_was(waiting_chat: Terminal) -> None:
+    chat = waiting_chat
+    chat.ctrl_c()
+    assert chat.ended() == 130
+    assert chat.modes() == chat.modes_before
 
 
 def test_ctrl_d_leaves(waiting_chat: Terminal) -> None:
