@@ -52,7 +52,9 @@ def parts_from_folder(path: str | os.PathLike[str]) -> TokenizerParts:
 def _backend(file: Path) -> tokenizers.Tokenizer:
     try:
         backend = tokenizers.Tokenizer.from_file(str(file))
-    except Exception as error:  # the library raises nothing narrower
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # the library panics on some files, which is no `Exception`
         raise ModelError(
             f"{file} cannot be read ({error}); it is damaged or newer than the installed "
             "`tokenizers`: fetch it again, or upgrade that package."
