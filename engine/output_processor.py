@@ -108,7 +108,8 @@ class OutputProcessor:
         request = caller.request
         if caller.text is not None:
             text += caller.text.finish()
-            if caller.text.matched is not None and request.stop_reason is None:
+            capped = request.status is RequestStatus.FINISHED_LENGTH_CAPPED
+            if capped and caller.text.matched is not None:
                 self._stop_at_string(request, caller.text.matched)
         del self._callers[request.request_id]
         caller.mailbox.put(

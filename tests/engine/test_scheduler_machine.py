@@ -1,0 +1,151 @@
+"""A state machine drives scheduler and pool at random; the oracle runner checks every KV read."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+)
+from paged_oracle import answer
+from scheduling import Stepper, make_scheduler
+
+from interlace.engine.request import Request, RequestStatus
+
+_prompts = st.one_of(
+    st.lists(st.integers(0, 3), min_size=1, max_size=39),
+    # Prefixes of one text, so that blocks are shared.
+    st.integers(1, 39).map(lambda n: [i % 5 for i in range(n)]),
+)
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """Invariants cited: I1 (no leak), I2 (no block in two hands), I3 (no stall), I4 (right KV)."""
+
+    depth = 1
+
+    @initialize(
+        num_blocks=st.integers(10, 24),
+        budget=st.sampled_from([1, 3, 8, 64]),
+        max_num_seqs=st.sampled_from([1, 3, 8]),
+        policy=st.sampled_from(["fcfs", "priority"]),
+        prefix_caching=st.booleans(),
+    )
+    def start(
+        self,
+        num_blocks: int,
+        budget: int,
+        max_num_seqs: int,
+        policy: str,
+        prefix_caching: bool,
+    ) -> None:
+        self.stepper = Stepper(
+            make_scheduler(
+                num_blocks=num_blocks,
+                max_num_batched_tokens=budget,
+                max_num_seqs=max_num_seqs,
+                policy="priority" if policy == "priority" else "fcfs",
+                prefix_caching=prefix_caching,
+                depth=self.depth,
+            )
+        )
+        self.requests: list[Request] = []
+
+    @rule(
+        prompt=_prompts,
+        max_tokens=st.integers(1, 30),
+        priority=st.integers(0, 2),
+        salt=st.sampled_from([None, None, None, "x"]),
+    )
+    def submit(self, prompt: list[int], max_tokens: int, priority: int, salt: str | None) -> None:
+        if len(prompt) >= self.stepper.scheduler.max_total_tokens:
+            return  # refused at admission, before the scheduler
+        self.requests.append(
+            self.stepper.add(prompt, max_tokens=max_tokens, priority=priority, cache_salt=salt)
+        )
+
+    @rule()
+    def launch(self) -> None:
+        self.stepper.launch()
+
+    @precondition(lambda self: self.stepper.inflight)
+    @rule()
+    def apply(self) -> None:
+        self.stepper.apply()
+
+    @rule()
+    def several_steps(self) -> None:
+        for _ in range(6):
+            self.stepper.step()
+
+    @precondition(lambda self: self.requests)
+    @rule(
+        data=st.data(),
+        status=st.sampled_from([RequestStatus.FINISHED_ABORTED, RequestStatus.FINISHED_STOPPED]),
+    )
+    def end_one(self, data: st.DataObject, status: RequestStatus) -> None:
+        request = data.draw(st.sampled_from(self.requests))
+        self.stepper.scheduler.finish_request(request, status)
+
+    @rule()
+    def reset_cache(self) -> None:
+        scheduler = self.stepper.scheduler
+        held = any(r.blocks for r in self.requests) or scheduler.kv_cache.num_fenced_blocks
+        done = scheduler.reset_prefix_cache()
+        assert done == (not held and not self.stepper.inflight)
+
+    @invariant()
+    def every_block_is_in_one_place(self) -> None:
+        if not hasattr(self, "stepper"):
+            return
+        scheduler = self.stepper.scheduler
+        pool = scheduler.kv_cache.pool
+        held: dict[int, int] = {}
+        for blocks in [r.blocks for r in self.requests] + [
+            blocks for _, blocks in scheduler.kv_cache._fenced
+        ]:
+            for block in blocks:
+                held[block.block_id] = held.get(block.block_id, 0) + 1
+        for block in pool.blocks[1:]:
+            assert block.ref_count == held.get(block.block_id, 0)  # I1
+            assert (block.block_id in pool._free) == (block.ref_count == 0)  # I2
+            if block.ref_count > 1:
+                assert block.block_hash is not None, "only hashed blocks are shared"
+        assert set(pool._by_hash.values()) == {b for b in pool.blocks if b.block_hash is not None}
+        assert pool.num_cached_blocks <= pool.num_usable_blocks  # B61
+
+    @invariant()
+    def answers_are_right_so_far(self) -> None:
+        for request in getattr(self, "requests", []):
+            tokens = self.stepper.outputs[request.request_id]
+            assert tokens == answer(request.prompt_token_ids, len(tokens))  # I4
+
+    def teardown(self) -> None:
+        if not hasattr(self, "stepper"):
+            return
+        self.stepper.run()  # I3
+        for request in self.requests:
+            assert request.is_finished
+            tokens = self.stepper.outputs[request.request_id]
+            if request.status is RequestStatus.FINISHED_LENGTH_CAPPED:
+                limit = self.stepper.scheduler.max_total_tokens - request.num_prompt_tokens
+                assert len(tokens) == min(request.sampling_params.max_tokens or limit, limit)
+        self.every_block_is_in_one_place()
+        self.answers_are_right_so_far()
+        self.stepper.assert_idle()
+
+
+class Depth2Machine(SchedulerMachine):
+    depth = 2
+
+
+@pytest.mark.parametrize("machine", [SchedulerMachine, Depth2Machine])
+def test_random_lives(machine: type[SchedulerMachine]) -> None:
+    case = machine.TestCase
+    case.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
+    case("runTest").runTest()
