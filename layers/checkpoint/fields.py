@@ -13,6 +13,9 @@ from interlace.engine.errors import ModelError
 
 MAX_COUNT = 2**24
 """No size of a supported model comes near; a larger one is a damaged file."""
+MAX_LAYERS = 2**10
+MAX_POSITIONS = 2**22
+"""A table with a row for each is made, so this one is bounded more tightly."""
 
 
 class Fields:
@@ -30,12 +33,12 @@ class Fields:
         """Whether the field is there at all, even as null."""
         return name in self._values
 
-    def count(self, name: str, default: int | None = None) -> int:
-        """A whole number from 1 to `MAX_COUNT`. Raises `ModelError`."""
+    def count(self, name: str, default: int | None = None, most: int = MAX_COUNT) -> int:
+        """A whole number from 1 to `most`. Raises `ModelError`."""
         value = self._present(name, default)
-        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MAX_COUNT:
+        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
             raise ModelError(
-                f"{self.where}: {name} must be a whole number from 1 to {MAX_COUNT}, not {value!r}."
+                f"{self.where}: {name} must be a whole number from 1 to {most}, not {value!r}."
             )
         return value
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from interlace.engine.errors import ModelError
 from interlace.layers.architecture import Architecture, RopeScaling
-from interlace.layers.checkpoint.fields import Fields
+from interlace.layers.checkpoint.fields import MAX_LAYERS, MAX_POSITIONS, Fields
 from interlace.layers.checkpoint.hf_config import stretched_limit
 
 SUPPORTED = ("llama", "qwen2", "qwen3")
@@ -64,7 +64,7 @@ def architecture_from_gguf(
     scaling = _scaling(meta)
     return Architecture(
         name=name,
-        num_layers=meta.count("block_count"),
+        num_layers=meta.count("block_count", most=MAX_LAYERS),
         hidden_size=hidden_size,
         intermediate_size=meta.count("feed_forward_length"),
         num_heads=num_heads,
@@ -74,7 +74,7 @@ def architecture_from_gguf(
         rms_eps=meta.number("attention.layer_norm_rms_epsilon"),
         rope_theta=meta.number("rope.freq_base", 10000.0),
         rope_scaling=scaling,
-        max_position=stretched_limit(meta.count("context_length"), scaling),
+        max_position=stretched_limit(meta.count("context_length", most=MAX_POSITIONS), scaling),
         qkv_bias="blk.0.attn_q.bias" in tensor_names,
         o_bias="blk.0.attn_output.bias" in tensor_names,
         mlp_bias="blk.0.ffn_down.bias" in tensor_names,

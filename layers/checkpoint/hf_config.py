@@ -12,7 +12,7 @@ from typing import Any
 
 from interlace.engine.errors import ModelError
 from interlace.layers.architecture import Architecture, RopeScaling
-from interlace.layers.checkpoint.fields import Fields
+from interlace.layers.checkpoint.fields import MAX_LAYERS, MAX_POSITIONS, Fields
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -57,12 +57,12 @@ def architecture_from_hf(config: Mapping[str, Any]) -> Architecture:
     fields = Fields(config, f"config.json ({name})")
     _refuse_unsupported(fields)
     num_heads = fields.count("num_attention_heads", 32)
-    max_position = fields.count("max_position_embeddings", family.max_position)
+    max_position = fields.count("max_position_embeddings", family.max_position, MAX_POSITIONS)
     theta, scaling = _rope(fields, max_position)
     bias = family.reads_attention_bias and fields.flag("attention_bias")
     return Architecture(
         name=name,
-        num_layers=fields.count("num_hidden_layers", 32),
+        num_layers=fields.count("num_hidden_layers", 32, MAX_LAYERS),
         hidden_size=fields.count("hidden_size", 4096),
         intermediate_size=fields.count("intermediate_size", family.intermediate_size),
         num_heads=num_heads,
@@ -100,7 +100,7 @@ def eos_from_hf(config: Mapping[str, Any], generation: Mapping[str, Any]) -> tup
 def stretched_limit(max_position: int, scaling: RopeScaling | None) -> int:
     """Tokens a model is made for: linear scaling stretches the limit that the file states."""
     if scaling is not None and scaling.kind == "linear":
-        return int(max_position * scaling.factor)
+        return min(int(max_position * scaling.factor), MAX_POSITIONS)
     return max_position
 
 
@@ -206,7 +206,7 @@ def _layer_kinds(fields: Fields) -> set[str]:
     first = fields.get("max_window_layers")
     first = 28 if first is None else first
     slides = fields.flag("use_sliding_window") and (
-        not isinstance(first, int) or first < fields.count("num_hidden_layers", 32)
+        not isinstance(first, int) or first < fields.count("num_hidden_layers", 32, MAX_LAYERS)
     )
     if slides and fields.has("sliding_window") and fields.get("sliding_window") is None:
         slides = False

@@ -51,7 +51,7 @@ def load_checkpoint(
 
     Raises: `ModelError` for whatever is wrong with the model, `ConfigError` for an option.
     """
-    progress = progress or _Silent()
+    progress = progress or Silent()
     target = _device(device)
     checkpoint = open_checkpoint(model, progress)
     length = _model_len(checkpoint.architecture, max_model_len)
@@ -105,9 +105,10 @@ def _tokenizer(checkpoint: Checkpoint, folder: str | None) -> Tokenizer:
     return text
 
 
-class _Silent:
-    """Progress that nobody watches."""
+class Silent:
+    """A `Progress` that nobody watches."""
 
     @contextlib.contextmanager
     def task(self, description: str, total: float | None) -> Iterator[Callable[[float], None]]:
+        """Show nothing."""
         yield lambda _done: None

@@ -1,4 +1,4 @@
-"""The decoder gives transformers' token ids for every family, from folders as transformers saves them."""
+"""The decoder gives transformers' token ids for every family, from folders that it saved."""
 
 from __future__ import annotations
 
@@ -82,7 +82,8 @@ def save_random_model(family: str, folder: Path, **save: Any) -> tuple[list[int]
 
     class_name, differences = FAMILIES[family]
     config = getattr(transformers, class_name)(**{**SIZES, **differences})
-    model = transformers.AutoModelForCausalLM.from_config(config).double().eval()
+    model = transformers.AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+    model = model.double().eval()
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
