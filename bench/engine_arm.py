@@ -15,9 +15,25 @@ from interlace.engine.outputs import RequestOutput
 from interlace.engine.ports import Clock
 from interlace.engine.sampling_params import SamplingParams
 
+IDLE_POLL_S = 0.001
+MAX_IDLE_POLLS = 10_000
+
+
+class Picture(Protocol):
+    """The part of `EngineSnapshot` that the benchmarks read."""
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is queued, running or in flight."""
+        ...
+
 
 class TokenEngine(Protocol):
     """The part of `AsyncEngine` that the benchmarks use."""
+
+    def snapshot(self) -> Picture:
+        """How the engine stands now."""
+        ...
 
     def generate(
         self, prompt: Sequence[int], sampling_params: SamplingParams, /
@@ -46,8 +62,9 @@ class EngineArm:
     async def run(self, work: Work) -> Sample:
         """Submit all prompts at once and time their tokens, as they reach the readers.
 
-        Raises: what the engine raises; `InterlaceError` if a request ends early. Cancelling
-        closes every stream.
+        Returns when the engine is idle again, since the step that follows the last token would
+        delay the next run. Raises: what the engine raises; `InterlaceError` if a request ends
+        early. Cancelling closes every stream.
         """
         readings = [_Reading() for _ in work.prompts]
         with LagProbe(self._clock) as probe:
@@ -58,6 +75,7 @@ class EngineArm:
                         group.create_task(self._read(prompt, work.output_tokens, reading))
             except ExceptionGroup as several:
                 raise several.exceptions[0] from None  # the others were cancelled for it
+        await self._until_idle()
         sample = sample_of(
             work,
             started,
@@ -65,6 +83,13 @@ class EngineArm:
             cached_tokens=sum(reading.cached_tokens for reading in readings),
         )
         return dataclasses.replace(sample, worst_lag_s=probe.worst_s)
+
+    async def _until_idle(self) -> None:
+        for _ in range(MAX_IDLE_POLLS):
+            if self._engine.snapshot().idle:
+                return
+            await asyncio.sleep(IDLE_POLL_S)
+        raise InterlaceError("the engine was not idle 10 s after its last token; nothing is timed.")
 
     async def _read(self, prompt: Sequence[int], output_tokens: int, reading: _Reading) -> None:
         params = SamplingParams(

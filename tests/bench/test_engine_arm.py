@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import AsyncIterator, Sequence
 
 import pytest
 
+from interlace.bench import engine_arm
 from interlace.bench.engine_arm import EngineArm
 from interlace.bench.workload import Work
 from interlace.engine.errors import EngineBusyError, InterlaceError
@@ -26,6 +28,11 @@ class FakeClock:
         return self.now
 
 
+@dataclasses.dataclass(frozen=True)
+class Picture:
+    idle: bool
+
+
 class FakeEngine:
     """Answers every prompt with one token at each full second since it was made."""
 
@@ -39,11 +46,16 @@ class FakeEngine:
     ) -> None:
         self.requests: list[tuple[tuple[int, ...], SamplingParams]] = []
         self.closed = 0
+        self.looks = 0
         self._clock = clock
         self._started = clock.now
         self._finish_reason = finish_reason
         self._error = error
         self._raises = raises
+
+    def snapshot(self) -> Picture:
+        self.looks += 1
+        return Picture(idle=self.looks > 2)
 
     async def generate(
         self, prompt: Sequence[int], params: SamplingParams, /
@@ -90,6 +102,17 @@ async def test_asks_for_greedy_tokens_without_text_and_without_an_early_end() ->
     params = engine.requests[0][1]
     assert (params.temperature, params.ignore_eos, params.detokenize) == (0.0, True, False)
     assert params.max_tokens == 4
+
+
+async def test_waits_until_the_engine_is_idle_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = FakeClock()
+    engine = FakeEngine(clock)
+    await EngineArm(engine, clock).run(WORK)
+    assert engine.looks == 3
+    monkeypatch.setattr(engine_arm, "MAX_IDLE_POLLS", 2)
+    busy = FakeEngine(clock)
+    with pytest.raises(InterlaceError, match="not idle"):
+        await EngineArm(busy, clock).run(WORK)
 
 
 async def test_a_request_that_ends_early_is_an_error() -> None:

@@ -1,0 +1,69 @@
+"""A whole benchmark on real engines and real transformers, with a model of a few kilobytes."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import transformers
+
+from interlace.bench import experiments
+from interlace.bench.arms import Shape
+from interlace.bench.session import Settings, prepare, run_benchmark
+from interlace.engine.clock import MonotonicClock
+
+
+class Silent:
+    @contextlib.contextmanager
+    def task(self, description: str, total: float | None) -> Iterator[Callable[[float], None]]:
+        yield lambda advance: None
+
+
+def tiny_folder(path: Path) -> Path:
+    config = transformers.LlamaConfig(
+        vocab_size=96,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+    )
+    transformers.LlamaForCausalLM(config).save_pretrained(path)
+    return path
+
+
+async def test_arms_share_one_model_and_report_every_case(tmp_path: Path) -> None:
+    settings = Settings(str(tiny_folder(tmp_path)), (1, 2), against_transformers=True)
+    report = await run_benchmark(
+        "decode",
+        prepare(settings, Silent()),
+        lambda bench: experiments.decode(bench, [1, 3], Shape(20, 6, 2)),
+        MonotonicClock(),
+        Silent(),
+        {"repeats": 2},
+    )
+    assert [row.case for row in report.rows] == [
+        "interlace, 1 in flight, batch 1",
+        "interlace, 2 in flight, batch 1",
+        "transformers, batch 1",
+        "interlace, 1 in flight, batch 3",
+        "interlace, 2 in flight, batch 3",
+    ]
+    assert all(row.figures["tokens/s"].low > 0 for row in report.rows)
+    assert len(report.checks) == 5
+    assert report.settings == {"model": str(tmp_path), "repeats": 2}
+
+
+async def test_a_prompt_sent_twice_hits(tmp_path: Path) -> None:
+    prepared = prepare(Settings(str(tiny_folder(tmp_path))), Silent())
+    report = await run_benchmark(
+        "hit",
+        prepared,
+        lambda bench: experiments.hit(bench, 100, 2),
+        MonotonicClock(),
+        Silent(),
+        {},
+    )
+    assert report.rows[0].figures["cached tokens"].samples == (96, 96)
