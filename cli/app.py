@@ -13,6 +13,7 @@ from typing import Annotated
 
 import typer
 
+from interlace.cli import bench
 from interlace.cli.chat import chat
 from interlace.cli.screen import harmless
 from interlace.engine.errors import InterlaceError
@@ -28,6 +29,7 @@ app = typer.Typer(
 
 # One line per command; each has a module of its own.
 app.command()(chat)
+app.add_typer(bench.app)
 
 
 def _show_version(wanted: bool) -> None:
