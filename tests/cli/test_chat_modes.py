@@ -139,24 +139,31 @@ async def test_an_unknown_command_gets_a_hint_and_is_not_sent() -> None:
     assert len(chat.engine.prompts) == 1
 
 
-async def test_save_writes_a_file_for_its_owner_alone_and_never_over_another(
-    tmp_path: Path,
-) -> None:
-    chat = Chat()
+def test_save_writes_a_file_for_its_owner_alone(tmp_path: Path) -> None:
     as_json, as_markdown = tmp_path / "a chat.json", tmp_path / "chat.md"
-    await chat.talk("Hi", f"/save {as_json}", f"/save {as_markdown}", "/save", "Go on")
+    said = asyncio.run(said_beside("Hi", f"/save {as_json}", f"/save {as_markdown}", "/save"))
     saved = json.loads(as_json.read_text())
     assert saved["model"] == "fake"
     assert [m["content"] for m in saved["messages"]] == ["Hi", "Hello."]
     assert "## User\n\nHi\n\n## Assistant\n\nHello.\n" in as_markdown.read_text()
     assert stat.S_IMODE(as_json.stat().st_mode) == 0o600
-    assert "Which file?" in chat.err.getvalue()
-    before = as_json.read_text()
-    assert await chat.talk(f"/save {as_json}", f"/save {tmp_path}/no/such", "Still there?") == 1
-    assert "exists already" in chat.err.getvalue()
-    assert "No such file" in chat.err.getvalue()
-    assert as_json.read_text() == before
-    assert len(chat.engine.prompts) == 3
+    assert "Which file?" in said
+
+
+def test_save_never_replaces_a_file_and_the_chat_goes_on(tmp_path: Path) -> None:
+    kept = tmp_path / "kept"
+    kept.write_text("mine")
+    said = asyncio.run(said_beside(f"/save {kept}", f"/save {tmp_path}/no/such", "Still there?"))
+    assert "exists already" in said
+    assert "No such file" in said
+    assert "2 generated" in said
+    assert kept.read_text() == "mine"
+
+
+async def said_beside(*lines: str) -> str:
+    chat = Chat()
+    await chat.talk(*lines)
+    return chat.err.getvalue()
 
 
 async def test_a_conversation_that_is_too_long_is_kept_and_clear_is_named() -> None:

@@ -53,7 +53,7 @@ async def test_a_line_without_end_is_refused_and_the_next_one_read(
     monkeypatch.setattr(lines, "MAX_LINE_BYTES", 10)
     monkeypatch.setattr(lines, "_CHUNK_BYTES", 4)
     reading, writing = os.pipe()
-    os.write(writing, b"x" * 50 + b"\nnext\n")
+    await asyncio.to_thread(os.write, writing, b"x" * 50 + b"\nnext\n")
     os.close(writing)
     reader = LineReader(reading)
     with pytest.raises(PromptError, match="longer"):
