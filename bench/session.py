@@ -42,6 +42,8 @@ class Prepared:
     loaded: LoadedModel
     reference: Any
     """transformers' model over the same weights, None if it is not wanted."""
+    machine: Mapping[str, object]
+    """Facts for the report, gathered before the loop runs since they lie in files."""
 
 
 def prepare(settings: Settings, progress: Progress) -> Prepared:
@@ -50,13 +52,15 @@ def prepare(settings: Settings, progress: Progress) -> Prepared:
     Raises: `ModelError`; `ConfigError` if transformers is wanted and not installed.
     """
     if not settings.against_transformers:
-        return Prepared(settings, _load(settings.model, progress)[0], None)
+        loaded, _ = _load(settings.model, progress)
+        return Prepared(settings, loaded, None, torch_machine_facts())
     from interlace.bench.transformers_arm import build_model, import_transformers
 
     with progress.task("Importing transformers", None):  # a missing package shows at once
         import_transformers()
     loaded, weights = _load(settings.model, progress)
-    return Prepared(settings, loaded, build_model(loaded.architecture, weights))
+    reference = build_model(loaded.architecture, weights)
+    return Prepared(settings, loaded, reference, torch_machine_facts())
 
 
 def _load(model: str, progress: Progress) -> tuple[LoadedModel, Mapping[str, Tensor]]:
@@ -135,7 +139,7 @@ async def run_benchmark(
     async with open_bench(prepared, clock, progress) as bench:
         rows, checks = await experiment(bench)
     settings = {"model": prepared.settings.model} | shape
-    return Report(name, settings, torch_machine_facts(), rows, checks)
+    return Report(name, settings, prepared.machine, rows, checks)
 
 
 def torch_machine_facts() -> dict[str, str | int | None]:

@@ -59,13 +59,14 @@ def sample_of(
     `arrivals` holds for each request the time of each token, at least one, ascending, on the
     same clock as `started`.
     """
-    opened = max(times[0] for times in arrivals)
+    last_to_start = max(arrivals, key=lambda times: times[0])
+    opened = last_to_start[0]
     closed = max(times[-1] for times in arrivals)
-    slowest = min(len(times) for times in arrivals if times[0] == opened)
-    # The tokens that arrive with the one that opens the window are read microseconds before or
-    # after it. They were computed before the window; half a step tells them from the next ones.
-    half_step = (closed - opened) / max(1, slowest - 1) / 2
-    counts = [sum(t > opened + half_step for t in times) for times in arrivals]
+    # Tokens of the step that opens the window are read microseconds before or after it opens,
+    # and were computed before it. Those of the next step come with this request's second token.
+    next_step = last_to_start[1] if len(last_to_start) > 1 else opened
+    boundary = (opened + next_step) / 2
+    counts = [sum(t > boundary for t in times) for times in arrivals]
     return Sample(
         batch_size=work.batch_size,
         prompt_tokens=work.prompt_tokens,

@@ -8,11 +8,11 @@ SDPA attention in a bare greedy loop, which is faster than its `generate`: the h
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 import itertools
 import threading
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from interlace.bench.timeline import Sample, sample_of
 from interlace.bench.workload import Work
+from interlace.engine.device_thread import DeviceThread, finish_despite_cancel
 from interlace.engine.errors import ConfigError, InterlaceError
 from interlace.engine.ports import Clock
 from interlace.layers.architecture import Architecture
@@ -137,26 +138,26 @@ class TransformersArm:
         self._cache_argument = "cache" if "cache" in names else "past_key_values"
         self._clock = clock
         self._stop = threading.Event()
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="bench-transformers")
+        self._thread = DeviceThread("bench-transformers")
 
     async def run(self, work: Work) -> Sample:
         """Prefill the prompt and decode greedily, past every end of sequence.
 
-        Cancelling stops the thread at its next token; `close` waits for that.
+        Cancelling: the thread stops at its next token, then `CancelledError` is raised.
         """
         assert work.batch_size == 1, "the yardstick is batch 1"
+        future = self._thread.submit(self._generate, work)
         try:
-            return await asyncio.get_running_loop().run_in_executor(
-                self._thread, self._generate, work
-            )
+            return await asyncio.shield(future)
         except asyncio.CancelledError:
             self._stop.set()
+            with contextlib.suppress(InterlaceError):
+                await finish_despite_cancel(future)
             raise
 
     def close(self) -> None:
-        """End the thread; returns when it has ended. Any thread."""
-        self._stop.set()
-        self._thread.shutdown()
+        """End the thread; call it when no run is in progress. Returns at once."""
+        self._thread.close()
 
     def _generate(self, work: Work) -> Sample:
         """One greedy answer, with the time of each token. The arm's own thread."""

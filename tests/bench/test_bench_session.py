@@ -6,11 +6,12 @@ import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import pytest
 import transformers
 
 from interlace.bench import experiments
 from interlace.bench.arms import Shape
-from interlace.bench.session import Settings, prepare, run_benchmark
+from interlace.bench.session import Prepared, Settings, prepare, run_benchmark
 from interlace.engine.clock import MonotonicClock
 
 
@@ -20,7 +21,9 @@ class Silent:
         yield lambda advance: None
 
 
-def tiny_folder(path: Path) -> Path:
+@pytest.fixture
+def folder(tmp_path: Path) -> str:
+    """A checkpoint of a tiny random model."""
     config = transformers.LlamaConfig(
         vocab_size=96,
         hidden_size=32,
@@ -30,15 +33,24 @@ def tiny_folder(path: Path) -> Path:
         num_key_value_heads=2,
         max_position_embeddings=256,
     )
-    transformers.LlamaForCausalLM(config).save_pretrained(path)
-    return path
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path)
+    return str(tmp_path)
 
 
-async def test_arms_share_one_model_and_report_every_case(tmp_path: Path) -> None:
-    settings = Settings(str(tiny_folder(tmp_path)), (1, 2), against_transformers=True)
+@pytest.fixture
+def alone(folder: str) -> Prepared:
+    return prepare(Settings(folder), Silent())
+
+
+@pytest.fixture
+def compared(folder: str) -> Prepared:
+    return prepare(Settings(folder, (1, 2), against_transformers=True), Silent())
+
+
+async def test_arms_share_one_model_and_report_every_case(compared: Prepared) -> None:
     report = await run_benchmark(
         "decode",
-        prepare(settings, Silent()),
+        compared,
         lambda bench: experiments.decode(bench, [1, 3], Shape(20, 6, 2)),
         MonotonicClock(),
         Silent(),
@@ -53,14 +65,14 @@ async def test_arms_share_one_model_and_report_every_case(tmp_path: Path) -> Non
     ]
     assert all(row.figures["tokens/s"].low > 0 for row in report.rows)
     assert len(report.checks) == 5
-    assert report.settings == {"model": str(tmp_path), "repeats": 2}
+    assert report.settings == {"model": compared.settings.model, "repeats": 2}
+    assert report.machine["torch_threads"]
 
 
-async def test_a_prompt_sent_twice_hits(tmp_path: Path) -> None:
-    prepared = prepare(Settings(str(tiny_folder(tmp_path))), Silent())
+async def test_a_prompt_sent_twice_hits(alone: Prepared) -> None:
     report = await run_benchmark(
         "hit",
-        prepared,
+        alone,
         lambda bench: experiments.hit(bench, 100, 2),
         MonotonicClock(),
         Silent(),

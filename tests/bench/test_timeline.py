@@ -40,6 +40,13 @@ def test_tokens_of_the_step_that_opens_the_window_are_not_in_it(read_after: floa
     assert (sample.decode_s, sample.decode_tokens, sample.decode_steps) == (3.0, 5, 3)
 
 
+def test_steps_of_uneven_length_are_all_counted() -> None:
+    sample = sample_of(work(1), 0.0, [[1.0, 1.001, 9.0, 9.001]])
+    assert (sample.decode_tokens, sample.decode_steps) == (3, 3)
+    ahead, behind = [1.0, 2.00001, 2.1, 9.0], [2.0, 2.10001, 9.00001, 9.1]
+    assert sample_of(work(2), 0.0, [ahead, behind]).decode_tokens == 5
+
+
 @given(
     batch_size=st.integers(1, 8),
     steps=st.integers(2, 20),

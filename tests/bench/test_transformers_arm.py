@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import builtins
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -70,17 +72,26 @@ def test_gives_our_logits_on_our_memory(kind: str) -> None:
     assert {p.untyped_storage().data_ptr() for p in model.parameters()} == shared
 
 
-async def test_an_answer_is_timed_token_by_token() -> None:
+@pytest.fixture
+def arm() -> Iterator[TransformersArm]:
     arm = TransformersArm(build_model(*tiny("llama")), MonotonicClock())
-    try:
-        sample = await arm.run(Work((tuple(range(9)),), output_tokens=4))
-    finally:
-        arm.close()
+    yield arm
+    arm.close()
+
+
+async def test_an_answer_is_timed_token_by_token(arm: TransformersArm) -> None:
+    sample = await arm.run(Work((tuple(range(9)),), output_tokens=4))
     assert (sample.batch_size, sample.prompt_tokens) == (1, 9)
     assert (sample.decode_tokens, sample.decode_steps) == (3, 3)
     assert sample.first_token_s > 0
     assert sample.decode_s > 0
     assert sample.worst_lag_s is None
+
+
+async def test_cancelling_stops_the_thread_at_its_next_token(arm: TransformersArm) -> None:
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.05):
+            await arm.run(Work((tuple(range(9)),), output_tokens=10**9))
 
 
 def test_a_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
