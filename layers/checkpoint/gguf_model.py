@@ -6,7 +6,6 @@ import dataclasses
 import functools
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -123,7 +122,7 @@ def _permuted(architecture: Architecture) -> Mapping[str, int]:
     """Tensor kind -> heads, for those whose rows the format interleaves: only `llama` does."""
     if architecture.name != "llama":
         return {}
-    heads: dict[str, Any] = {}
+    heads: dict[str, int] = {}
     for suffix in ("weight", "bias"):
         heads[f"attn_q.{suffix}"] = architecture.num_heads
         heads[f"attn_k.{suffix}"] = architecture.num_kv_heads
