@@ -7,6 +7,8 @@ waits for device work waits for its end, and is told of the cancellation afterwa
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
+import functools
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import ParamSpec, TypeVar
@@ -37,6 +39,23 @@ async def finish_despite_cancel(future: asyncio.Future[T]) -> T:
     return future.result()
 
 
+def with_ordinary_errors(function: Callable[[], T]) -> T:
+    """Call `function` in a thread whose outcome an asyncio future carries. Any thread.
+
+    Raises: what it raises. `RuntimeError` in place of an error that such a future would lose
+    (`StopIteration`: whoever waits would wait for ever), would turn into a cancellation, or that
+    would end the event loop.
+    """
+    try:
+        return function()
+    except (StopIteration, concurrent.futures.CancelledError) as error:
+        raise RuntimeError(f"{type(error).__name__} was raised: {error}") from error
+    except Exception:
+        raise
+    except BaseException as error:
+        raise RuntimeError(f"{type(error).__name__} was raised: {error}") from error
+
+
 class DeviceThread:
     """One thread that runs what it is given in order: the only one that computes on the device."""
 
@@ -49,9 +68,10 @@ class DeviceThread:
         """Queue one call behind all earlier ones. Loop thread.
 
         Cancelling the returned future does not stop the call; await it through
-        `finish_despite_cancel`.
+        `finish_despite_cancel`. The call's errors arrive through `with_ordinary_errors`.
         """
-        return asyncio.wrap_future(self._executor.submit(function, *args, **kwargs))
+        call = functools.partial(function, *args, **kwargs)
+        return asyncio.wrap_future(self._executor.submit(with_ordinary_errors, call))
 
     def close(self) -> None:
         """End the thread once it is idle; the caller has awaited all its work."""
