@@ -55,7 +55,7 @@ class Options:
         ok = isinstance(value, int | float) and not isinstance(value, bool)
         bounds = f"at least {low}" if math.isinf(high) else f"from {low} to {high}"
         self.require(
-            ok and math.isfinite(value) and low <= value <= high,
+            ok and low <= value <= high and value < math.inf,
             f"{name} must be a number {bounds}, not {value!r}.",
         )
 

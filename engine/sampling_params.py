@@ -6,7 +6,7 @@ Knows nothing of logits; `layers/sampler.py` applies these.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import ClassVar
 
 from interlace.engine.errors import InterlaceError, SamplingError
@@ -96,6 +96,12 @@ class SamplingParams(Options):
         self._check_logit_bias()
 
     def _check_stops(self) -> None:
+        for name in ("stop", "stop_token_ids"):
+            value = getattr(self, name)
+            self.require(
+                value is None or isinstance(value, Sequence | Set),
+                f"{name} must be a sequence, not {value!r}.",
+            )
         stops = self.stop_strings
         self.require(
             len(stops) <= MAX_STOP_STRINGS, f"stop holds more than {MAX_STOP_STRINGS} strings."

@@ -1,0 +1,87 @@
+"""Engine options: vLLM's names, refused where they cannot be honoured, resolved by copying."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from interlace.engine.config import EngineConfig, KVTransferConfig
+from interlace.engine.errors import ConfigError
+
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({"model": ""}, "model must be"),
+    ({"model": None}, "model must be"),
+    ({"modle": "x"}, "Did you mean 'model'"),
+    ({"dtype": "int8"}, "dtype must be one of"),
+    ({"device": "tpu"}, "device 'tpu' is not supported"),
+    ({"max_model_len": 0}, "max_model_len"),
+    ({"max_model_len": 1.5}, "max_model_len"),
+    ({"max_num_seqs": 0}, "max_num_seqs"),
+    ({"max_num_batched_tokens": 0}, "max_num_batched_tokens"),
+    ({"block_size": 0}, "block_size"),
+    ({"num_gpu_blocks_override": 1}, "num_gpu_blocks_override"),
+    ({"kv_cache_bytes": 0}, "kv_cache_bytes"),
+    ({"gpu_memory_utilization": 0.9}, "applies to a GPU"),
+    ({"disable_hybrid_kv_cache_manager": False}, "no hybrid manager"),
+    ({"scheduling_policy": "lifo"}, "scheduling_policy must be one of 'fcfs', 'priority'"),
+    ({"cudagraph_mode": "FULL"}, "needs a CUDA device"),
+    ({"max_inflight_steps": 0}, "max_inflight_steps"),
+    ({"max_inflight_steps": 3}, "max_inflight_steps must be a whole number from 1 to 2"),
+    ({"max_waiting_requests": 0}, "max_waiting_requests"),
+    ({"seed": -1}, "seed"),
+    ({"seed": math.nan}, "seed"),
+    ({"enable_prefix_caching": "yes"}, "enable_prefix_caching"),
+    ({"skip_tokenizer_init": "no"}, "skip_tokenizer_init"),
+    ({"kv_transfer_config": {"kv_connector": "X"}}, "must be a KVTransferConfig, not dict"),
+]
+
+
+@pytest.mark.parametrize(("fields", "message"), BAD, ids=lambda one: str(one))
+def test_what_cannot_be_honoured_is_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        EngineConfig(**fields)
+
+
+def test_a_connector_is_refused_until_there_are_any() -> None:
+    transfer = KVTransferConfig(kv_connector="ExampleConnector", kv_role="kv_both")
+    with pytest.raises(ConfigError, match="no KV connectors yet"):
+        EngineConfig(kv_transfer_config=transfer)
+    assert EngineConfig(kv_transfer_config=KVTransferConfig()).kv_transfer_config is not None
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"kv_connector": "X"}, "needs a kv_role"),
+        ({"kv_role": "both"}, "kv_role must be one of"),
+        ({"kv_load_failure_policy": "retry"}, "kv_load_failure_policy must be one of"),
+        ({"kv_conector": "X"}, "Did you mean 'kv_connector'"),
+    ],
+)
+def test_kv_transfer_config(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        KVTransferConfig(**fields)
+
+
+def test_every_transfer_config_has_its_own_engine_id() -> None:
+    assert KVTransferConfig().engine_id != KVTransferConfig().engine_id
+
+
+def test_parts_exist_once_everything_is_decided() -> None:
+    config = EngineConfig(block_size=8)
+    for part in ("cache_config", "scheduler_config"):
+        with pytest.raises(ConfigError, match="is decided when the model is loaded"):
+            getattr(config, part)
+    resolved = config.resolved(
+        num_gpu_blocks_override=9,
+        max_num_batched_tokens=64,
+        max_model_len=100,
+        max_inflight_steps=2,
+    )
+    assert (resolved.cache_config.block_size, resolved.cache_config.num_gpu_blocks) == (8, 9)
+    assert resolved.scheduler_config.max_inflight_steps == 2
+    assert config.max_model_len is None, "the original is as it was"
+    with pytest.raises(ConfigError, match="max_model_len"):
+        config.resolved(max_model_len=0)
