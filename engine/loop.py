@@ -60,12 +60,14 @@ class StepLoop:
         ended. Cancellation: steps in flight are waited for first.
         """
         try:
-            while not (self._stopping and not self._inflight):
+            while True:
                 self._wake.clear()
                 self._apply_ended_steps()
                 self._launch_steps()
-                if not self._inflight or not self._inflight[0][1].done():
-                    await self._wake.wait()
+                if self._stopping and not self._inflight:
+                    return
+                # A step that ended meanwhile has set the flag again.
+                await self._wake.wait()
         except Exception as error:
             logger.exception("the step loop failed")
             on_fatal(error)

@@ -43,9 +43,7 @@ def _plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, start: int) -> tor
 
 @settings(max_examples=40, deadline=None)
 @given(
-    shapes=st.lists(
-        st.tuples(st.integers(0, 40), st.integers(1, 12)), min_size=1, max_size=6
-    ),
+    shapes=st.lists(st.tuples(st.integers(0, 40), st.integers(1, 12)), min_size=1, max_size=6),
     decodes=st.lists(st.integers(0, 40), max_size=6),
     seed=st.integers(0, 1000),
 )

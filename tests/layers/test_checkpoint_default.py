@@ -12,17 +12,12 @@ import pytest
 import torch
 
 from interlace.engine.tokenizer import Tokenizer
-from interlace.layers.checkpoint import LoadedModel, load_checkpoint
+from interlace.layers.checkpoint import LoadedModel
 
 REFERENCE: dict[str, Any] = json.loads(
     (Path(__file__).parent.parent / "data" / "smollm2_reference.json").read_text(encoding="utf-8")
 )
 CASES = {case["name"]: case for case in REFERENCE["cases"]}
-
-
-@pytest.fixture(scope="session")
-def default_model() -> LoadedModel:
-    return load_checkpoint("smollm2-135m")
 
 
 @pytest.fixture

@@ -1,0 +1,27 @@
+"""Fixtures for all tests: nothing may block the event loop; the default model is loaded once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import pytest
+from blockbuster import BlockBuster, blockbuster_ctx
+
+if TYPE_CHECKING:
+    from interlace.layers.checkpoint import LoadedModel
+
+
+@pytest.fixture(autouse=True)
+def _the_loop_never_blocks() -> Iterator[BlockBuster]:
+    """Fail any test in which our code makes a blocking call on the event loop."""
+    with blockbuster_ctx("interlace") as blockbuster:
+        yield blockbuster
+
+
+@pytest.fixture(scope="session")
+def default_model() -> LoadedModel:
+    """The default model, fetched and converted on the first run ever. Engines may share it."""
+    from interlace.layers.checkpoint import load_checkpoint
+
+    return load_checkpoint("smollm2-135m")
