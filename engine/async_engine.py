@@ -13,11 +13,11 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
-from typing import Any, Self, cast
+from typing import Any, Self
 
 from interlace.engine.clock import MonotonicClock
 from interlace.engine.config import EngineConfig, ModelConfig
-from interlace.engine.device_thread import DeviceThread, finish_despite_cancel
+from interlace.engine.device_thread import DeviceThread, finish_despite_cancel, with_ordinary_errors
 from interlace.engine.errors import (
     EngineBusyError,
     EngineDeadError,
@@ -37,6 +37,7 @@ from interlace.engine.prompt import (
     check_length,
     check_token_ids,
     is_token_ids,
+    own_copy,
     tokenize,
 )
 from interlace.engine.request import Request
@@ -94,6 +95,9 @@ class AsyncEngine:
     # ---------------------------------------------------------------- life
 
     async def __aenter__(self) -> Self:
+        """Start the step loop. Raises: `EngineDeadError` if this engine was opened before."""
+        if self._loop is not None:
+            raise EngineDeadError("an engine is opened once; build a new one.")
         self._loop = StepLoop(
             self._scheduler, self._runner, self._device, self._outputs, self._clock, self._events
         )
@@ -174,12 +178,15 @@ class AsyncEngine:
             raise EngineDeadError("the engine is not open; use it inside `async with`.")
         params = sampling_params or SamplingParams()
         self._check_options(params, priority, cache_salt, kv_transfer_params)
+        text: str | ChatMessages = ""
         token_ids = None
         if is_token_ids(prompt):
             token_ids = check_token_ids(prompt, self.model_config.vocab_size)
             check_length(len(token_ids), self._scheduler.max_total_tokens)
         elif self.tokenizer is None:
             raise RequestError("this engine has no tokenizer: give token ids, not text.")
+        else:
+            text = own_copy(prompt)
         self._check_room()
         arrival = next(self._arrivals)
         request_id = self._claim_id(request_id, arrival)
@@ -199,9 +206,7 @@ class AsyncEngine:
         else:
             self._preparing[request_id] = mailbox
             self._tasks.create_task(
-                self._prepare(
-                    lambda: build(token_ids or self._tokenize(prompt)), mailbox, request_id
-                )
+                self._prepare(lambda: build(token_ids or self._tokenize(text)), mailbox, request_id)
             )
         return RequestStream(
             request_id, mailbox, functools.partial(self._abort, request_id, mailbox)
@@ -314,24 +319,23 @@ class AsyncEngine:
     ) -> None:
         """Tokenise and hash in a thread, then queue, unless the request has ended meanwhile."""
         loop = asyncio.get_running_loop()
+        call = functools.partial(with_ordinary_errors, build)
         try:
-            request = await finish_despite_cancel(loop.run_in_executor(self._text_threads, build))
+            request = await finish_despite_cancel(loop.run_in_executor(self._text_threads, call))
+            if not mailbox.closed:
+                self._admit(request, mailbox)
         except InterlaceError as error:
             mailbox.fail(error)
         except Exception as error:  # noqa: BLE001 - this prompt's own; the engine goes on
             failure = RequestError(f"the prompt cannot be read: {type(error).__name__}: {error}")
             failure.__cause__ = error
             mailbox.fail(failure)
-        else:
-            if not mailbox.closed:
-                self._admit(request, mailbox)
         finally:
             del self._preparing[request_id]
 
-    def _tokenize(self, prompt: Prompt) -> Sequence[int]:
+    def _tokenize(self, text: str | ChatMessages) -> Sequence[int]:
         """Text or chat messages to checked token ids. Runs on a text thread."""
         assert self.tokenizer is not None
-        text = cast(str | ChatMessages, prompt)
         token_ids = check_token_ids(tokenize(text, self.tokenizer), self.model_config.vocab_size)
         check_length(len(token_ids), self._scheduler.max_total_tokens)
         return token_ids

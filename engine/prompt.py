@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TypeGuard
+from typing import TypeGuard, cast
 
 import numpy as np
 
@@ -12,6 +12,8 @@ from interlace.engine.tokenizer import Tokenizer
 
 ChatMessages = Sequence[Mapping[str, str]]
 Prompt = str | Sequence[int] | ChatMessages
+
+_NOT_FLAT = "token ids must be one flat sequence of whole numbers."
 
 
 def is_token_ids(prompt: Prompt) -> TypeGuard[Sequence[int]]:
@@ -23,9 +25,18 @@ def is_token_ids(prompt: Prompt) -> TypeGuard[Sequence[int]]:
         raise PromptError(
             f"a prompt is text, token ids or chat messages, not {type(prompt).__name__}."
         )
+    if getattr(prompt, "ndim", 1) != 1:  # a scalar array has no length
+        raise PromptError(_NOT_FLAT)
     if len(prompt) == 0:
         raise PromptError("the prompt is empty; give it at least one character or token id.")
     return not isinstance(prompt, str) and not isinstance(prompt[0], Mapping)
+
+
+def _has_bool(token_ids: object) -> bool:
+    """Whether a plain sequence hides a truth value, which numpy takes for 0 or 1."""
+    if isinstance(token_ids, np.ndarray) or not isinstance(token_ids, Sequence):
+        return False
+    return not {bool, np.bool_}.isdisjoint(map(type, token_ids))
 
 
 def check_token_ids(token_ids: Sequence[int], vocab_size: int) -> tuple[int, ...]:
@@ -33,12 +44,14 @@ def check_token_ids(token_ids: Sequence[int], vocab_size: int) -> tuple[int, ...
 
     Raises: `PromptError` naming the first id that is not.
     """
+    if len(token_ids) == 0:
+        return ()
     try:
         array = np.asarray(token_ids)
     except (ValueError, OverflowError) as error:
-        raise PromptError("token ids must be one flat sequence of whole numbers.") from error
-    if array.ndim != 1 or array.dtype.kind not in "iu":
-        raise PromptError("token ids must be one flat sequence of whole numbers.")
+        raise PromptError(_NOT_FLAT) from error
+    if array.ndim != 1 or array.dtype.kind not in "iu" or _has_bool(token_ids):
+        raise PromptError(_NOT_FLAT)
     bad = np.flatnonzero((array < 0) | (array >= vocab_size))
     if bad.size:
         raise PromptError(
@@ -46,6 +59,14 @@ def check_token_ids(token_ids: Sequence[int], vocab_size: int) -> tuple[int, ...
             f"vocabulary [0, {vocab_size})."
         )
     return tuple(array.tolist())
+
+
+def own_copy(prompt: Prompt) -> str | ChatMessages:
+    """Text or messages (not token ids) as they are now, whatever the caller changes later."""
+    if isinstance(prompt, str):
+        return prompt
+    messages = cast(ChatMessages, prompt)
+    return [dict(one) if isinstance(one, Mapping) else one for one in messages]
 
 
 def check_length(num_tokens: int, max_total_tokens: int) -> None:

@@ -24,7 +24,7 @@ from interlace.engine.tokenizer_parts import TokenizerParts
 BLOCK_SIZE = 4
 EOS = 7
 ALPHABET = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXY"[:VOCAB_SIZE]
-PATIENCE_S = 30
+PATIENCE_S = 5
 """How long a test waits for what must happen; never how long something takes."""
 
 
@@ -125,12 +125,13 @@ class OpenEngine:
     async def assert_nothing_left(self) -> None:
         """Idle, and no map remembers anything."""
         engine, scheduler = self.engine, self.engine._scheduler
-        await until(lambda: engine.snapshot().idle and not self.runner.state.requests)
+        # The runner is told of the last end by a step without tokens.
+        await until(lambda: engine.snapshot().idle and not scheduler._finished_req_ids)
+        assert not self.runner.state.requests
         snapshot = engine.snapshot()
         assert snapshot.num_fenced_blocks == 0
         assert not scheduler.requests
         assert not scheduler.kv_cache._pending
-        assert not scheduler._finished_req_ids
         assert not engine._preparing
         assert len(engine._outputs) == 0
         assert all(block.ref_count == 0 for block in scheduler.kv_cache.pool.blocks)
