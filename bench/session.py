@@ -16,8 +16,6 @@ from interlace.bench.workload import WorkSource
 from interlace.engine.ports import Clock, Progress
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from interlace.layers.checkpoint import LoadedModel
 
 SEED = 20240917
@@ -52,38 +50,21 @@ def prepare(settings: Settings, progress: Progress) -> Prepared:
     Raises: `ModelError`; `ConfigError` if transformers is wanted and not installed.
     """
     if not settings.against_transformers:
-        loaded, _ = _load(settings.model, progress)
-        return Prepared(settings, loaded, None, torch_machine_facts())
+        return Prepared(settings, _load(settings.model, progress), None, torch_machine_facts())
     from interlace.bench.transformers_arm import build_model, import_transformers
 
     with progress.task("Importing transformers", None):  # a missing package shows at once
         import_transformers()
-    loaded, weights = _load(settings.model, progress)
-    reference = build_model(loaded.architecture, weights)
+    loaded = _load(settings.model, progress)
+    reference = build_model(loaded.architecture, loaded.weights)
     return Prepared(settings, loaded, reference, torch_machine_facts())
 
 
-def _load(model: str, progress: Progress) -> tuple[LoadedModel, Mapping[str, Tensor]]:
-    """The model in float32 without its tokenizer, and the weights that its decoder holds."""
-    import torch
+def _load(model: str, progress: Progress) -> LoadedModel:
+    """The model in float32, without its tokenizer."""
+    from interlace.layers.checkpoint import load_checkpoint
 
-    from interlace.layers.checkpoint import LoadedModel
-    from interlace.layers.checkpoint.resolve import open_checkpoint
-    from interlace.layers.decoder import Decoder
-
-    checkpoint = open_checkpoint(model, progress)
-    length = checkpoint.architecture.max_position
-    checkpoint.architecture.check_window(length)
-    weights = checkpoint.read_weights(torch.float32, torch.device("cpu"), progress)
-    loaded = LoadedModel(
-        name=checkpoint.name,
-        decoder=Decoder(checkpoint.architecture, weights, max_model_len=length),
-        tokenizer=None,
-        architecture=checkpoint.architecture,
-        eos_token_ids=checkpoint.eos_token_ids,
-        max_model_len=length,
-    )
-    return loaded, weights
+    return load_checkpoint(model, skip_tokenizer=True, dtype="float32", progress=progress)
 
 
 @asynccontextmanager

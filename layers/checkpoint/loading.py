@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 
@@ -31,6 +31,8 @@ class LoadedModel:
     """Ids that end an answer, from the model's files and the tokenizer."""
     max_model_len: int
     """Most tokens of one sequence."""
+    weights: Mapping[str, torch.Tensor]
+    """What the decoder computes with, by the names of `weight_shapes`; shared, not a copy."""
 
 
 def load_checkpoint(
@@ -58,14 +60,16 @@ def load_checkpoint(
     checkpoint.architecture.check_window(length)
     text = None if skip_tokenizer else _tokenizer(checkpoint, tokenizer)
     weights = checkpoint.read_weights(_dtype(dtype, target), target, progress)
+    vocab_size = checkpoint.architecture.vocab_size
     ends = (*checkpoint.eos_token_ids, *(text.eos_token_ids if text else ()))
     return LoadedModel(
         name=checkpoint.name,
         decoder=Decoder(checkpoint.architecture, weights, max_model_len=length),
         tokenizer=text,
         architecture=checkpoint.architecture,
-        eos_token_ids=tuple(dict.fromkeys(ends)),
+        eos_token_ids=tuple(i for i in dict.fromkeys(ends) if i < vocab_size),
         max_model_len=length,
+        weights=weights,
     )
 
 
