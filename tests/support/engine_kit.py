@@ -74,7 +74,8 @@ class GatedRunner(PagedOracleRunner):
 
     def allow(self, num_steps: int = 1) -> None:
         """Let that many steps through."""
-        self._permits.release(num_steps)
+        for _ in range(num_steps):
+            self._permits.release()
 
     def open(self) -> None:
         """Hold no step back any more."""
@@ -101,6 +102,8 @@ class OpenEngine:
 
     engine: AsyncEngine
     runner: GatedRunner
+    kept: list[RequestStream] = dataclasses.field(default_factory=list)
+    """Streams that nobody reads: dropping one would abort its request."""
 
     def generate(
         self,
