@@ -354,7 +354,7 @@ class AsyncEngine:
     def reset_prefix_cache(self, reset_connector: bool = False) -> bool:
         """Forget all cached KV on the device.
 
-        Returns False, and does nothing, while any request holds blocks or a step is in flight.
+        Returns False, and does nothing, while a request or a step in flight needs any block.
         `reset_connector` asks the KV connector to forget too; without a connector there is
         nothing more to forget.
         """

@@ -169,8 +169,11 @@ class Scheduler:
             )
 
     def reset_prefix_cache(self) -> bool:
-        """Forget all cached content; False while any request holds blocks or a step runs."""
-        return not self._inflight and self.kv_cache.pool.reset_prefix_cache()
+        """Forget all cached content; False while a request or a step in flight needs any block.
+
+        A step in flight that touches blocks holds them, be it for a request that has ended.
+        """
+        return self.kv_cache.pool.reset_prefix_cache()
 
     @property
     def num_inflight_steps(self) -> int:

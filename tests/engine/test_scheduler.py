@@ -462,11 +462,12 @@ async def test_a_block_is_published_when_its_step_is_applied_and_not_before() ->
     stream = bus.subscribe()
     stepper.apply()
     assert len(request.block_hashes) == 1, "all ids are known by now"
-    assert block.block_hash is None, "but what computes the last one is still in flight"
+    hashes = [block.block_hash]
     assert await _stored(stream) == []
     stream = bus.subscribe()
     stepper.apply()
-    assert block.block_hash == request.block_hashes[0]
+    hashes.append(block.block_hash)
+    assert hashes == [None, request.block_hashes[0]], "what computes the last id was in flight"
     assert await _stored(stream) == [block.block_id]
     stepper.run()
     stepper.assert_idle()
@@ -524,6 +525,24 @@ def test_a_preemption_is_told(depth: int) -> None:
     told = [e for e in stream._pending if isinstance(e, RequestPreempted)]
     assert [e.request_id for e in told] == ["r2"] * requests[1].num_preemptions
     assert requests[1].num_preemptions > 0
+
+
+@both_depths
+def test_the_cache_can_be_reset_as_soon_as_nothing_is_held(depth: int) -> None:
+    """Also while the step that only tells the runner of the last end is in flight."""
+    stepper = Stepper(make_scheduler(depth=depth))
+    request = stepper.add([1, 2, 3, 4, 5], max_tokens=2)
+    resets = []
+    while not request.is_finished:
+        launched(stepper)
+        resets.append(stepper.scheduler.reset_prefix_cache())
+        stepper.apply()
+    assert not any(resets)
+    assert launched(stepper).total_num_scheduled_tokens == 0
+    assert stepper.scheduler.reset_prefix_cache()
+    assert stepper.scheduler.kv_cache.pool.num_cached_blocks == 0
+    stepper.run()
+    stepper.assert_idle()
 
 
 # --- cost and determinism ------------------------------------------------------------------------
