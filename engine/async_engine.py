@@ -84,7 +84,8 @@ class AsyncEngine:
             self._events,
         )
         self._outputs = OutputProcessor(self._scheduler, tokenizer, self._clock, self._events)
-        self._preparing: dict[str, Mailbox] = {}  # request id -> its mailbox
+        self._preparing: dict[str, Mailbox] = {}  # request id -> mailbox, until it is aborted
+        self._num_preparing = 0  # those whose thread has not ended, aborted ones included
         self._text_threads = ThreadPoolExecutor(2, thread_name_prefix="interlace-text")
         self._arrivals = itertools.count()
         self._seeds = random.Random(config.seed)
@@ -139,7 +140,8 @@ class AsyncEngine:
         )
         self._dead.__cause__ = cause
         self._outputs.fail_all(self._dead_error)
-        for mailbox in self._preparing.values():
+        preparing, self._preparing = self._preparing, {}
+        for mailbox in preparing.values():
             mailbox.fail(self._dead_error())
         self._events.close()
 
@@ -205,6 +207,7 @@ class AsyncEngine:
             self._admit(build(token_ids), mailbox)
         else:
             self._preparing[request_id] = mailbox
+            self._num_preparing += 1
             self._tasks.create_task(
                 self._prepare(lambda: build(token_ids or self._tokenize(text)), mailbox, request_id)
             )
@@ -255,10 +258,8 @@ class AsyncEngine:
 
         Returns False, and does nothing, for an id that is unknown or has ended.
         """
-        if request_id in self._preparing:
-            mailbox = self._preparing[request_id]
-            if mailbox.closed:
-                return False
+        mailbox = self._preparing.pop(request_id, None)
+        if mailbox is not None:
             usage = Usage(0, 0, 0, 0)
             mailbox.put(RequestOutput(request_id, finish_reason="abort", usage=usage))
             return True
@@ -299,7 +300,7 @@ class AsyncEngine:
 
     def _check_room(self) -> None:
         most = self.config.max_waiting_requests
-        if len(self._scheduler.waiting) + len(self._preparing) >= most:
+        if len(self._scheduler.waiting) + self._num_preparing >= most:
             raise EngineBusyError(
                 f"{most} requests are waiting already (max_waiting_requests); "
                 "retry when some have finished."
@@ -331,7 +332,9 @@ class AsyncEngine:
             failure.__cause__ = error
             mailbox.fail(failure)
         finally:
-            del self._preparing[request_id]
+            self._num_preparing -= 1
+            if self._preparing.get(request_id) is mailbox:  # a later request may have the id
+                del self._preparing[request_id]
 
     def _tokenize(self, text: str | ChatMessages) -> Sequence[int]:
         """Text or chat messages to checked token ids. Runs on a text thread."""
@@ -362,7 +365,7 @@ class AsyncEngine:
 
     def snapshot(self) -> EngineSnapshot:
         """A frozen picture of queues, blocks and totals, as of now."""
-        return take_snapshot(self._scheduler, len(self._preparing), self._clock.monotonic())
+        return take_snapshot(self._scheduler, self._num_preparing, self._clock.monotonic())
 
     def events(self, max_pending: int = 65536) -> EventStream:
         """An async iterator over what happens from now on; see `interlace.engine.events`.
@@ -373,4 +376,4 @@ class AsyncEngine:
 
     def __repr__(self) -> str:
         state = "dead" if self._dead is not None else repr(self._scheduler)
-        return f"<AsyncEngine {self.config.model} {state} preparing={len(self._preparing)}>"
+        return f"<AsyncEngine {self.config.model} {state} preparing={self._num_preparing}>"

@@ -461,7 +461,6 @@ async def test_resetting_the_prefix_cache() -> None:
         await it.assert_nothing_left()
         done = await it.engine.complete(prompt, greedy(1))
         assert done.usage.num_local_cached_tokens == 8
-        await it.assert_nothing_left()
         assert it.engine.reset_prefix_cache(reset_connector=True)
         assert it.engine.snapshot().num_cached_blocks == 0
         done = await it.engine.complete(prompt, greedy(1))

@@ -25,7 +25,7 @@ from paged_oracle import answer
 
 from interlace import front_door
 from interlace.engine.config import EngineConfig
-from interlace.engine.errors import EngineDeadError
+from interlace.engine.errors import EngineBusyError, EngineDeadError, RequestError
 from interlace.engine.request_stream import RequestStream
 
 STATES = ["preparing", "queued", "prefill", "decode"]
@@ -177,7 +177,6 @@ async def test_abort_from_another_task_wakes_the_reader(
         assert last.usage is not None
         it.engine.abort("other")
         text_gate.set()
-        await until(lambda: not it.engine._preparing)
         await it.assert_works()
 
 
@@ -222,6 +221,26 @@ async def test_an_id_is_free_at_once_though_its_old_step_is_in_flight(depth: int
         it.runner.open()
         assert tokens_of(await read_all(new)) == answer([5, 6, 8], 10)
         assert [d.token_ids for d in await read_all(old)] == [()]
+        await it.assert_works()
+
+
+async def test_an_id_is_free_at_once_though_its_old_text_is_in_a_thread(
+    text_gate: threading.Event,
+) -> None:
+    async with open_engine(is_open=True, max_waiting_requests=3) as it:
+        old = it.generate(TEXT, 9, request_id="mine")
+        assert it.engine.abort("mine")
+        assert not it.engine.abort("mine")
+        new = it.generate("bcd", 9, request_id="mine")
+        await old.aclose()
+        with pytest.raises(RequestError, match="in use"):
+            it.generate("abc", 9, request_id="mine")
+        it.kept.append(it.generate("abc", 9))
+        with pytest.raises(EngineBusyError):
+            it.generate("abc", 9)  # what a thread still works on counts, aborted or not
+        text_gate.set()
+        assert tokens_of(await read_all(new)) == answer([1, 2, 3], 9)
+        await read_all(it.kept.pop())
         await it.assert_works()
 
 
