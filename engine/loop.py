@@ -57,7 +57,7 @@ class StepLoop:
         """Step until `stop()`, or until the scheduler or the runner raises: that is fatal.
 
         `on_fatal` is called at once with the cause; `run` returns when the steps in flight have
-        ended. Cancellation: steps in flight are waited for first.
+        ended. Cancellation: fatal too, unless stopped before; steps in flight are waited for.
         """
         try:
             while True:
@@ -71,6 +71,10 @@ class StepLoop:
         except Exception as error:
             logger.exception("the step loop failed")
             on_fatal(error)
+        except asyncio.CancelledError:
+            if not self._stopping:  # or else whoever waits would wait for ever
+                on_fatal(RuntimeError("its task was cancelled"))
+            raise
         finally:
             await self._drain()
 

@@ -90,6 +90,20 @@ async def test_fe04_a_scheduler_that_raises_ends_everyone(
         assert "KeyError: 'lost count'" in fates.pop()
 
 
+@both_depths
+async def test_fe04_a_step_loop_that_is_killed_ends_everyone(depth: int) -> None:
+    async with open_engine(depth=depth) as it:
+        streams = [it.generate(GOOD, 20), it.generate("abc", 20)]
+        await it.runner.next_step()
+        for task in asyncio.all_tasks():
+            if task.get_name() == "interlace-step-loop":
+                task.cancel()
+        fates = await _all_fates(it, streams)
+        assert len(fates) == 1
+        assert "cancelled" in fates.pop()
+    assert it.runner.closed
+
+
 async def test_each_caller_gets_an_error_of_its_own_with_the_same_cause() -> None:
     async with open_engine() as it:
         stream = it.generate(GOOD, 20)
