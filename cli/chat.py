@@ -32,6 +32,9 @@ if TYPE_CHECKING:
 
 OpenEngine = Callable[[EngineConfig, Progress], AbstractAsyncContextManager[ChatEngine]]
 
+DEFAULT_MAX_TOKENS = 1024
+"""Of one answer: a small model at temperature 0 may repeat itself until the context is full."""
+
 _MODEL, _SAMPLING = "Model", "How the answer is chosen"
 
 
@@ -142,12 +145,12 @@ def chat(
         ),
     ] = SamplingParams.frequency_penalty,
     max_tokens: Annotated[
-        int | None,
+        int,
         typer.Option(
-            help="Most tokens of one answer; as many as fit the context if unset.",
+            help="Most tokens of one answer; 0 means as many as fit the context.",
             rich_help_panel=_SAMPLING,
         ),
-    ] = None,
+    ] = DEFAULT_MAX_TOKENS,
     stop: Annotated[
         list[str] | None,
         typer.Option(
@@ -175,7 +178,7 @@ def chat(
         repetition_penalty=repetition_penalty,
         presence_penalty=presence_penalty,
         frequency_penalty=frequency_penalty,
-        max_tokens=max_tokens,
+        max_tokens=max_tokens or None,
         stop=stop or None,
     )
     config = EngineConfig(

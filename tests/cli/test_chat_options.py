@@ -148,11 +148,12 @@ def test_options_reach_the_engine(run: Run, started: Started) -> None:
     ]
 
 
-def test_by_default_the_likeliest_tokens_are_taken_until_the_context_is_full(
-    run: Run, started: Started
+@pytest.mark.parametrize(("flags", "max_tokens"), [((), 1024), (("--max-tokens=0",), None)])
+def test_by_default_the_likeliest_tokens_are_taken_and_their_number_is_bounded(
+    run: Run, started: Started, flags: tuple[str, ...], max_tokens: int | None
 ) -> None:
-    run("chat", "-p", "Hi")
-    assert started.engine.params == [SamplingParams(temperature=0.0, max_tokens=None)]
+    run("chat", "-p", "Hi", *flags)
+    assert started.engine.params == [SamplingParams(temperature=0.0, max_tokens=max_tokens)]
 
 
 def test_sampling_options_without_effect_are_noted(run: Run) -> None:
