@@ -89,6 +89,7 @@ async def read(stream: RequestStream) -> None:
 
 
 async def cancel(it: OpenEngine, streams: list[RequestStream]) -> None:
+    it.kept += streams  # so that the cancellation is all that happens
     async with asyncio.TaskGroup() as tasks:
         task = tasks.create_task(read(streams.pop()))
         await asyncio.sleep(0)
@@ -97,9 +98,9 @@ async def cancel(it: OpenEngine, streams: list[RequestStream]) -> None:
 
 
 async def time_out(it: OpenEngine, streams: list[RequestStream]) -> None:
-    stream = streams.pop()
+    it.kept += streams
     with pytest.raises(TimeoutError):
-        await asyncio.wait_for(anext(stream), 0.01)
+        await asyncio.wait_for(anext(streams.pop()), 0.01)
 
 
 async def close(it: OpenEngine, streams: list[RequestStream]) -> None:

@@ -152,6 +152,21 @@ def test_a_block_is_pending_until_its_step_is_applied() -> None:
     assert [block.pending_step for block in one.blocks] == [None, None]
 
 
+def test_content_that_was_withdrawn_is_not_published_by_its_old_step() -> None:
+    manager = make_manager(8)
+    one, two = make_request(range(4)), make_request(range(4))
+    manager.allocate(one, 4)
+    manager.hash_blocks(one, 4, 1)
+    manager.pool.withdraw(one.blocks[0])
+    manager.allocate(two, 4)
+    manager.hash_blocks(two, 4, 2)
+    manager.apply_step(1)
+    assert one.blocks[0].block_hash is None
+    assert two.blocks[0].pending_step == 2
+    manager.apply_step(2)
+    assert two.blocks[0].pending_step is None
+
+
 def test_only_known_tokens_are_hashed() -> None:
     manager = make_manager(8)
     request = make_request(range(7))

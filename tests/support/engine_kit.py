@@ -24,7 +24,7 @@ from interlace.engine.tokenizer_parts import TokenizerParts
 BLOCK_SIZE = 4
 EOS = 7
 ALPHABET = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXY"[:VOCAB_SIZE]
-PATIENCE_S = 5
+PATIENCE_S = 20
 """How long a test waits for what must happen; never how long something takes."""
 
 
