@@ -7,11 +7,24 @@ slot then holds a number, whatever the block's last owner left there. Device thr
 
 from __future__ import annotations
 
+import math
+import mmap
 from collections.abc import Sequence
 
 import torch
 
 K, V = 0, 1
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A zeroed tensor; on a CPU it takes memory only where it is written to."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    try:
+        memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize)
+    except OSError as error:
+        raise MemoryError(f"{math.prod(shape) * dtype.itemsize} bytes: {error}") from error
+    return torch.frombuffer(memory, dtype=dtype).view(shape)
 
 
 class KVPages:
@@ -31,9 +44,9 @@ class KVPages:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        """Raises: `RuntimeError` from torch when memory is short. Pages are touched lazily."""
+        """Raises: `MemoryError` if the machine will not promise that much memory."""
         shape = (num_blocks, 2, block_size, num_kv_heads, head_dim)
-        self.layers = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
+        self.layers = [_zeros(shape, dtype, device) for _ in range(num_layers)]
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.num_kv_heads = num_kv_heads

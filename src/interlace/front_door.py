@@ -151,7 +151,7 @@ def _make_runner(config: EngineConfig, loaded: LoadedModel) -> ModelRunner:
             dtype=loaded.decoder.dtype,
             device=loaded.decoder.device,
         )
-    except RuntimeError as error:
+    except MemoryError as error:
         raise ConfigError(
             f"no memory for {config.cache_config.num_gpu_blocks} KV blocks; "
             "lower kv_cache_bytes or num_gpu_blocks_override."
