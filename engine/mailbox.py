@@ -12,7 +12,7 @@ from interlace.engine.outputs import RequestOutput, merge_outputs
 
 
 class Mailbox:
-    """Holds at most one merged delta, or the error that ended everything."""
+    """Holds the deltas since the last `get`, and the error that ended everything, if one did."""
 
     def __init__(self) -> None:
         self._pending: list[RequestOutput] = []

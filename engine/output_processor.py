@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable, Iterable
 
 from interlace.engine.errors import EngineDeadError
-from interlace.engine.events import EventBus, RequestFirstToken
+from interlace.engine.events import EventBus, RequestFinished, RequestFirstToken
 from interlace.engine.mailbox import Mailbox
 from interlace.engine.outputs import RequestOutput, TokenLogprobs
 from interlace.engine.ports import Clock
@@ -68,7 +68,7 @@ class OutputProcessor:
                 self._process_one(caller, update)
             except Exception as error:
                 logger.exception("request %s failed in its text", update.request.request_id)
-                self._fail_one(caller, f"{type(error).__name__}: {error}")
+                self._fail_one(caller, error, update.new_token_ids, update.logprobs)
 
     def _process_one(self, caller: _Caller, update: RequestUpdate) -> None:
         request = update.request
@@ -112,27 +112,42 @@ class OutputProcessor:
             if capped and caller.text.matched is not None:
                 self._stop_at_string(request, caller.text.matched)
         del self._callers[request.request_id]
+        reason = request.status.finish_reason
+        assert reason is not None
+        # Here and not where the scheduler ends it: text has the last word on the reason.
+        if self._events.active:
+            self._events.emit(
+                RequestFinished(
+                    self._clock.monotonic(), request.request_id, reason, request.num_output_tokens
+                )
+            )
         caller.mailbox.put(
             RequestOutput(
                 request.request_id,
                 text,
                 token_ids,
                 logprobs,
-                finish_reason=request.status.finish_reason,
+                finish_reason=reason,
                 stop_reason=request.stop_reason,
                 error=request.error,
                 usage=request.usage(),
             )
         )
 
-    def _fail_one(self, caller: _Caller, error: str) -> None:
-        caller.text = None  # it may be what raised
+    def _fail_one(
+        self,
+        caller: _Caller,
+        error: Exception,
+        token_ids: tuple[int, ...] = (),
+        logprobs: tuple[TokenLogprobs, ...] | None = None,
+    ) -> None:
+        """End one request because of `error`, without the text that may have raised it."""
+        caller.text = None
         request = caller.request
-        self._scheduler.finish_request(request, RequestStatus.FINISHED_ERROR, error=error)
+        self._scheduler.finish_request(request, RequestStatus.FINISHED_ERROR)
         request.status = RequestStatus.FINISHED_ERROR  # also where the token had ended it
-        request.error = error
-        if request.request_id in self._callers:
-            self._deliver_last(caller)
+        request.error = f"{type(error).__name__}: {error}"
+        self._deliver_last(caller, "", token_ids, logprobs)
 
     def abort(self, request_id: str) -> bool:
         """End a request for its caller and the scheduler; False if it is not known (any more)."""
@@ -144,7 +159,7 @@ class OutputProcessor:
             self._deliver_last(caller)
         except Exception as error:
             logger.exception("request %s failed in its last text", request_id)
-            self._fail_one(caller, f"{type(error).__name__}: {error}")
+            self._fail_one(caller, error)
         return True
 
     def abort_all(self) -> None:

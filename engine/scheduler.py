@@ -20,7 +20,6 @@ from interlace.engine.block_pool import KVCacheBlock
 from interlace.engine.config import CacheConfig, SchedulerConfig
 from interlace.engine.events import (
     EventBus,
-    RequestFinished,
     RequestPreempted,
     RequestQueued,
     RequestScheduled,
@@ -157,16 +156,6 @@ class Scheduler:
         self._finished_req_ids.add(request.request_id)
         self.kv_cache.free(request, self._last_applied_step)
         self._count(num_finished_requests=1)
-        if self._events.active:
-            assert status.finish_reason is not None
-            self._events.emit(
-                RequestFinished(
-                    self._clock.monotonic(),
-                    request.request_id,
-                    status.finish_reason,
-                    request.num_output_tokens,
-                )
-            )
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached content; False while a request or a step in flight needs any block.

@@ -429,6 +429,20 @@ async def test_events_of_one_request_in_order() -> None:
     assert times == sorted(times)
 
 
+async def test_the_event_of_the_end_says_what_the_caller_hears() -> None:
+    prompt = [1, 2, 3, 4, 5]
+    stop = right_text(prompt, 3)[-1]
+    # The stop string is complete with the very token at which the length ends the answer.
+    params = SamplingParams(temperature=0, ignore_eos=True, max_tokens=3, stop=stop)
+    async with open_engine(is_open=True) as it:
+        stream = it.engine.events()
+        done = await it.engine.complete(prompt, params)
+        stream.close()
+        ends = [event async for event in stream if isinstance(event, RequestFinished)]
+    assert (done.finish_reason, done.stop_reason) == ("stop", stop)
+    assert [end.finish_reason for end in ends] == ["stop"]
+
+
 async def test_a_reader_of_events_that_falls_behind_loses_the_oldest() -> None:
     async with open_engine(is_open=True) as it:
         all_events, few = it.engine.events(), it.engine.events(max_pending=3)
