@@ -110,6 +110,7 @@ async def test_without_detokenizing_there_are_only_ids(depth: int) -> None:
 
 
 async def test_a_slow_reader_gets_everything_in_one_item() -> None:
+    # I12
     async with open_engine(is_open=True) as it:
         stream = it.generate([1, 2, 3], 12)
         await until(lambda: it.engine.snapshot().idle)
@@ -291,6 +292,7 @@ async def test_an_id_in_use_is_refused_and_free_again_afterwards() -> None:
 
 
 async def test_a_full_waiting_queue_says_busy() -> None:
+    # I12
     async with open_engine(max_waiting_requests=3, max_num_seqs=1) as it:
         streams = [it.generate([1, 2], 2)]
         await it.runner.next_step()
@@ -444,6 +446,7 @@ async def test_the_event_of_the_end_says_what_the_caller_hears() -> None:
 
 
 async def test_a_reader_of_events_that_falls_behind_loses_the_oldest() -> None:
+    # I12
     async with open_engine(is_open=True) as it:
         all_events, few = it.engine.events(), it.engine.events(max_pending=3)
         await it.engine.complete([1, 2, 3, 4, 5], greedy(4))

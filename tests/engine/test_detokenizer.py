@@ -75,6 +75,7 @@ IDS = st.lists(BROKEN | st.integers(0x20, len(TABLE) + 1), max_size=12)
 def test_fe11_any_cut_adds_up_to_the_whole_less_the_prompt(
     prompt: list[int], answer: list[int], cuts: list[int], skip: bool, strips: bool
 ) -> None:
+    # I10
     tokenizer = toy_tokenizer(strips=strips)
     pieces = run(tokenizer, prompt, cut_into_pushes(answer, cuts), skip=skip)
     assert pieces == answer_text(tokenizer, prompt, answer, skip=skip)

@@ -20,6 +20,7 @@ def device() -> Iterator[DeviceThread]:
 
 
 async def test_calls_run_in_order_on_one_thread(device: DeviceThread) -> None:
+    # I7
     names: list[str] = []
 
     def call(number: int) -> int:
@@ -32,6 +33,7 @@ async def test_calls_run_in_order_on_one_thread(device: DeviceThread) -> None:
 
 
 async def test_a_cancelled_wait_goes_on_until_the_work_has_ended(device: DeviceThread) -> None:
+    # I8
     gate, ended = threading.Event(), threading.Event()
 
     def work() -> None:

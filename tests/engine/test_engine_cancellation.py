@@ -278,6 +278,7 @@ async def test_closing_the_engine_ends_its_requests(
 
 @both_depths
 async def test_closing_waits_for_the_step_in_flight_even_when_cancelled(depth: int) -> None:
+    # I8
     runner = GatedRunner()
     engine = build_engine(runner, depth=depth)
     streams: list[RequestStream] = []

@@ -197,6 +197,7 @@ async def _only_the_bad_one_fails(it: OpenEngine, why: str, max_tokens: int = 6)
 async def test_an_exception_in_one_requests_text_ends_it_alone(
     depth: int, at: int, marked: list[TextStream], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # I9
     push, calls = TextStream.push, [0]
 
     def failing(
@@ -282,6 +283,7 @@ async def test_an_exception_in_the_tokenizer_ends_its_request_alone(
 @both_depths
 @pytest.mark.parametrize("num_good_steps", [0, 2])
 async def test_a_request_that_cannot_be_sampled_ends_alone(depth: int, num_good_steps: int) -> None:
+    # I9
     async with open_engine(depth=depth) as it:
         bad = it.generate(BAD, 9, request_id="bad")
         good = it.generate(GOOD, 9, request_id="good")

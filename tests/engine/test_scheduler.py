@@ -213,6 +213,7 @@ def test_usage_is_of_the_first_scheduled_prefill(depth: int) -> None:
 def test_b02_b10_blocks_are_not_handed_on_while_a_step_may_touch_them(
     status: RequestStatus,
 ) -> None:
+    # I5
     stepper = Stepper(make_scheduler(num_blocks=6, depth=2))
     old = stepper.add([1] * 15, max_tokens=20)
     stepper.step()
@@ -452,6 +453,7 @@ async def _stored(stream: EventStream) -> list[int]:
 
 
 async def test_a_block_is_published_when_its_step_is_applied_and_not_before() -> None:
+    # I6
     """Its last token was unknown when the step that computes it was planned."""
     bus = EventBus()
     stepper = Stepper(make_scheduler(depth=2, events=bus))
