@@ -17,7 +17,9 @@ _SCRATCH_AGE_S = 6 * 3600.0
 def cache_folder() -> Path:
     """`INTERLACE_CACHE_DIR`, or the user's cache folder of this system; may not exist yet."""
     chosen = os.environ.get(CACHE_VARIABLE, "").strip()
-    return Path(chosen).expanduser() if chosen else platformdirs.user_cache_path("interlace")
+    if not chosen:
+        return platformdirs.user_cache_path("interlace")
+    return Path(os.path.expanduser(chosen))  # noqa: PTH111 - a ~ of nobody stays as it is
 
 
 def private_folder(path: Path) -> Path:

@@ -107,7 +107,7 @@ def stretched_limit(max_position: int, scaling: RopeScaling | None) -> int:
 def _family_name(config: Mapping[str, Any]) -> str:
     names = config.get("architectures")
     if isinstance(names, list) and names:
-        name = names[0]
+        name = str(names[0])
     else:
         model_type = config.get("model_type")
         name = _MODEL_TYPES.get(str(model_type), f"model_type {model_type!r}")
@@ -115,7 +115,7 @@ def _family_name(config: Mapping[str, Any]) -> str:
         raise ModelError(
             f"config.json: architecture {name} is not supported; supported: {', '.join(_FAMILIES)}."
         )
-    return str(name)
+    return name
 
 
 def _refuse_unsupported(fields: Fields) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from interlace.layers.checkpoint.gguf_model import open_gguf
 from interlace.layers.checkpoint.hf_folder import open_hf_folder
 from interlace.layers.checkpoint.hub import fetch_from_hub
 
+_MAX_SHOWN = 200  # characters of a wrong name
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
@@ -23,16 +25,20 @@ def open_checkpoint(model: str, progress: Progress) -> Checkpoint:
     """
     if model == DEFAULT_MODEL:
         return open_default_model(progress)
-    path = Path(model).expanduser()
-    if path.is_dir():
+    path = Path(os.path.expanduser(model))  # noqa: PTH111 - a ~ of nobody stays as it is
+    if os.path.isdir(path):  # noqa: PTH112 - Path's own raises for a name that is too long
         return open_hf_folder(path)
-    if path.is_file():
+    if os.path.isfile(path):  # noqa: PTH113 - as above
         if path.suffix == ".safetensors":
             raise ModelError(f"{path} holds weights only; give the folder that it lies in.")
         return open_gguf(path)
     if _HUB_ID.fullmatch(model):
         return open_hf_folder(fetch_from_hub(model), name=model)
     raise ModelError(
-        f"there is no model {model!r}. A model is {DEFAULT_MODEL!r}, the path of a .gguf file, "
-        "the path of a folder in Hugging Face layout, or a hub id such as 'org/name'."
+        f"there is no model {_shortened(model)!r}. A model is {DEFAULT_MODEL!r}, the path of a "
+        ".gguf file, the path of a folder in Hugging Face layout, or a hub id such as 'org/name'."
     )
+
+
+def _shortened(name: str) -> str:
+    return name if len(name) <= _MAX_SHOWN else name[:_MAX_SHOWN] + "..."

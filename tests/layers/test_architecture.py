@@ -96,6 +96,7 @@ def test_model_type_serves_where_architectures_is_missing() -> None:
     ("config", "message"),
     [
         ({"architectures": ["GemmaForCausalLM"]}, "GemmaForCausalLM is not supported"),
+        ({"architectures": [["LlamaForCausalLM"]]}, "is not supported"),
         ({"architectures": [], "model_type": "gpt2"}, "model_type 'gpt2' is not supported"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         ({"quantization_config": {"quant_method": "awq"}}, r"quantization_config \(awq\)"),

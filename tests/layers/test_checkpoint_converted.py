@@ -104,6 +104,8 @@ def test_the_environment_chooses_the_folder(
 ) -> None:
     monkeypatch.setenv("INTERLACE_CACHE_DIR", str(tmp_path / "here"))
     assert cache_folder() == tmp_path / "here"
+    monkeypatch.setenv("INTERLACE_CACHE_DIR", "~nobody-has-this-name/x")
+    assert cache_folder().name == "x"
     monkeypatch.setenv("INTERLACE_CACHE_DIR", " ")
     assert cache_folder().name == "interlace"
 

@@ -211,6 +211,10 @@ def test_options_that_make_no_sense_are_refused(tmp_path: Path) -> None:
 def test_a_name_that_is_nothing_lists_what_is_possible(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"'smollm2-135m', the path of a \.gguf file"):
         load_checkpoint("no such model")
+    for name in ("a" * 5000, "nul\0", "~nobody-has-this-name/x"):
+        with pytest.raises(ModelError, match="there is no model") as caught:
+            load_checkpoint(name)
+        assert len(str(caught.value)) < 500
     file = make(tmp_path)
     with pytest.raises(ModelError, match="give the folder"):
         load_checkpoint(str(file))
