@@ -13,6 +13,7 @@ import sys
 from typing import TextIO
 
 from interlace.cli.blocking import BlockingThread
+from interlace.engine.errors import InterlaceError
 
 PROMPT = "> "
 DIM, RED, RESET = "\x1b[2m", "\x1b[31m", "\x1b[0m"
@@ -39,7 +40,8 @@ def is_terminal(stream: TextIO | None) -> bool:
 class Screen:
     """Writes to two text streams, in order, on a thread: a reader that stalls stalls no loop.
 
-    Every method raises `BrokenPipeError` when nobody reads any more.
+    Every method raises `BrokenPipeError` when nobody reads any more, and `InterlaceError` when
+    the output cannot be written for another reason, such as a full disk.
     Cancellation: what was handed over is still written.
     """
 
@@ -107,7 +109,14 @@ class Screen:
 
     async def _write(self, stream: TextIO, text: str) -> None:
         def write() -> None:
-            stream.write(text)
-            stream.flush()
+            try:
+                stream.write(text)
+                stream.flush()
+            except BrokenPipeError:
+                raise
+            except OSError as error:
+                raise InterlaceError(
+                    f"the output cannot be written ({error.strerror}); send it somewhere else."
+                ) from error
 
         await self._thread.call(write)

@@ -88,6 +88,24 @@ def test_a_reader_that_leaves_ends_it_quietly() -> None:
     assert (done.returncode, done.stderr) == (1, b"")
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+@pytest.mark.parametrize("args", [("-p", "Hi"), ()])
+def test_a_full_disk_is_said_in_one_line(args: tuple[str, ...]) -> None:
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [*FAKE_CHAT, "Aye.", "chat", *args],
+            input=b"one\ntwo\n",
+            stdout=full,
+            stderr=subprocess.PIPE,
+            env=environment(),
+            timeout=30,
+            check=False,
+        )
+    assert done.returncode == 1
+    assert b"interlace: the output cannot be written (No space left on device)" in done.stderr
+    assert b"Traceback" not in done.stderr
+
+
 def test_output_that_cannot_show_a_character_replaces_it() -> None:
     done = run("Gr\u00fc\u00dfe", "-p", "Hi", PYTHONIOENCODING="ascii", PYTHONUTF8="0")
     assert (done.returncode, done.stdout) == (0, "Gr??e\n")
