@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import time
@@ -31,15 +32,16 @@ def private_folder(path: Path) -> Path:
 
 
 def remove_stale_scratch(folder: Path) -> None:
-    """Remove scratch folders and unfinished files of processes that were killed hours ago."""
+    """Remove scratch folders and unfinished files of processes that were killed hours ago.
+
+    What cannot be removed stays: the folder may be read-only.
+    """
     oldest = time.time() - _SCRATCH_AGE_S
     for left in [*folder.glob(f"{SCRATCH_PREFIX}*"), *folder.glob("*.tmp")]:
-        try:
+        with contextlib.suppress(OSError):  # another process may have been quicker
             if left.lstat().st_mtime >= oldest:
                 continue
-        except FileNotFoundError:
-            continue  # another process was quicker
-        if left.is_dir() and not left.is_symlink():
-            shutil.rmtree(left, ignore_errors=True)
-        else:
-            left.unlink(missing_ok=True)
+            if left.is_dir() and not left.is_symlink():
+                shutil.rmtree(left, ignore_errors=True)
+            else:
+                left.unlink()

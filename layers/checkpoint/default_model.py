@@ -54,6 +54,7 @@ def open_default_model(progress: Progress) -> Checkpoint:
     Raises: `ModelError` if it can be neither found nor fetched, or the cache cannot be written.
     """
     folder = cache_folder() / f"{DEFAULT_MODEL}-{LAYOUT_VERSION}"
+    remove_stale_scratch(folder)
     try:
         payload = read_description(folder)
         if payload is None:
@@ -92,7 +93,6 @@ def _checkpoint(file: Path, payload: Mapping[str, Any]) -> Checkpoint:
 
 def _build(folder: Path, progress: Progress) -> None:
     """Fetch, check, convert, and keep nothing but the conversion."""
-    remove_stale_scratch(folder)
     with tempfile.TemporaryDirectory(prefix=SCRATCH_PREFIX, dir=folder) as scratch:
         hint = (
             f"connect to the network and try again, or give the path of a GGUF file or model "

@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from interlace.layers.checkpoint import DEFAULT_MODEL, default_model
 from interlace.layers.checkpoint.cache_folder import (
     cache_folder,
     private_folder,
@@ -22,6 +23,8 @@ from interlace.layers.checkpoint.converted import (
     read_description,
     write_converted,
 )
+from interlace.layers.checkpoint.loading import Silent
+from interlace.layers.weights import LAYOUT_VERSION
 
 TENSORS = {"embed": torch.randn(6, 4), "norm": torch.randn(4), "empty": torch.randn(0, 4)}
 SHAPES = {name: tuple(tensor.shape) for name, tensor in TENSORS.items()}
@@ -128,3 +131,17 @@ def test_only_old_scratch_is_removed(tmp_path: Path) -> None:
     remove_stale_scratch(tmp_path)
     left = sorted(path.name for path in tmp_path.iterdir())
     assert left == ["building-new", "new.tmp", "old.safetensors"]
+
+
+def test_a_start_that_finds_its_model_clears_what_killed_ones_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("INTERLACE_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(default_model, "read_description", lambda _folder: {})
+    monkeypatch.setattr(default_model, "_checkpoint", lambda _file, _payload: None)
+    left = tmp_path / f"{DEFAULT_MODEL}-{LAYOUT_VERSION}" / "weights.safetensors.x.tmp"
+    left.parent.mkdir()
+    left.write_bytes(b"x")
+    os.utime(left, (0, 0))
+    default_model.open_default_model(Silent())
+    assert not left.exists()
