@@ -31,8 +31,9 @@ async def finish_despite_cancel(future: asyncio.Future[T]) -> T:
             if future.cancelled():
                 raise
             cancelled = error
-        except BaseException:  # noqa: BLE001 - the future's own outcome, reported below
-            break
+        except BaseException:
+            if not future.done():  # not its outcome: the loop is gone, and this coroutine with it
+                raise
     if cancelled is not None:
         future.exception()  # mark as retrieved
         raise cancelled

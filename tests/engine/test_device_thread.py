@@ -108,3 +108,13 @@ async def test_errors_that_futures_treat_specially_arrive_as_ordinary_ones(
         await finish_despite_cancel(device.submit(work))
     assert caught.value.__cause__ is error
     assert await finish_despite_cancel(device.submit(lambda: 5)) == 5
+
+
+async def test_a_waiter_that_is_closed_after_a_cancellation_ends_quietly() -> None:
+    future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    waiter = finish_despite_cancel(future)
+    waiter.send(None)
+    waiter.throw(asyncio.CancelledError())  # now it waits on, with the cancellation to tell
+    waiter.close()  # as when a loop is torn down by a second Ctrl-C
+    future.set_result(None)
+    await asyncio.sleep(0)
