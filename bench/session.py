@@ -13,6 +13,7 @@ from interlace.bench.experiments import Bench, Outcome
 from interlace.bench.machine import machine_facts
 from interlace.bench.report import Report
 from interlace.bench.workload import WorkSource
+from interlace.engine.device_thread import DeviceThread
 from interlace.engine.ports import Clock, Progress
 
 if TYPE_CHECKING:
@@ -42,22 +43,39 @@ class Prepared:
     """transformers' model over the same weights, None if it is not wanted."""
     machine: Mapping[str, object]
     """Facts for the report, gathered before the loop runs since they lie in files."""
+    device: DeviceThread
+    """The one thread that computes, whatever the arm."""
+
+    def close(self) -> None:
+        """End the thread; call it when nothing runs on it."""
+        self.device.close()
 
 
 def prepare(settings: Settings, progress: Progress) -> Prepared:
     """Load the model, and wrap it for transformers if `settings` say so. Blocks: no loop yet.
 
+    All of it on one device thread, which every arm computes on: see `DeviceThread`.
     Raises: `ModelError`; `ConfigError` if transformers is wanted and not installed.
     """
+    device = DeviceThread("bench-device")
+    try:
+        return device.call(_prepare, settings, progress, device)
+    except BaseException:
+        device.close()
+        raise
+
+
+def _prepare(settings: Settings, progress: Progress, device: DeviceThread) -> Prepared:
     if not settings.against_transformers:
-        return Prepared(settings, _load(settings.model, progress), None, torch_machine_facts())
+        loaded = _load(settings.model, progress)
+        return Prepared(settings, loaded, None, torch_machine_facts(), device)
     from interlace.bench.transformers_arm import build_model, import_transformers
 
     with progress.task("Importing transformers", None):  # a missing package shows at once
         import_transformers()
     loaded = _load(settings.model, progress)
     reference = build_model(loaded.architecture, loaded.weights)
-    return Prepared(settings, loaded, reference, torch_machine_facts())
+    return Prepared(settings, loaded, reference, torch_machine_facts(), device)
 
 
 def _load(model: str, progress: Progress) -> LoadedModel:
@@ -79,8 +97,7 @@ async def open_bench(prepared: Prepared, clock: Clock, progress: Progress) -> As
         if prepared.reference is not None:
             from interlace.bench.transformers_arm import TransformersArm
 
-            theirs = TransformersArm(prepared.reference, clock)
-            stack.callback(theirs.close)
+            theirs = TransformersArm(prepared.reference, clock, prepared.device)
         source = WorkSource(vocab_size=prepared.loaded.architecture.vocab_size, seed=SEED)
         yield Bench(ours, theirs, source, progress)
 
@@ -97,7 +114,7 @@ async def _open_engines(stack: AsyncExitStack, prepared: Prepared, clock: Clock)
             max_inflight_steps=depth,
         )
         engine = await stack.enter_async_context(
-            AsyncEngine.from_loaded(config, prepared.loaded, clock=clock)
+            AsyncEngine.from_loaded(config, prepared.loaded, device=prepared.device, clock=clock)
         )
         name = "interlace" if depth is None else f"interlace, {depth} in flight"
         arms.append(EngineArm(engine, clock, name))

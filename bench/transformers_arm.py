@@ -126,19 +126,19 @@ def _parts(a: Architecture, name: str, tensor: Tensor) -> dict[str, Tensor]:
 
 
 class TransformersArm:
-    """Runs work of one prompt at a time, on a thread of its own. Close it after use."""
+    """Runs work of one prompt at a time, on the device thread that all arms share."""
 
     name = "transformers"
 
-    def __init__(self, model: Any, clock: Clock) -> None:
-        """`model` is what `build_model` returned."""
+    def __init__(self, model: Any, clock: Clock, device: DeviceThread) -> None:
+        """`model` is what `build_model` returned, on `device`."""
         self._model = model
         # The argument was called `past_key_values` before it was `cache`, which warns of the old.
         names = inspect.signature(model.forward).parameters
         self._cache_argument = "cache" if "cache" in names else "past_key_values"
         self._clock = clock
         self._stop = threading.Event()
-        self._thread = DeviceThread("bench-transformers")
+        self._thread = device
 
     async def run(self, work: Work) -> Sample:
         """Prefill the prompt and decode greedily, past every end of sequence.
@@ -155,12 +155,8 @@ class TransformersArm:
                 await finish_despite_cancel(future)
             raise
 
-    def close(self) -> None:
-        """End the thread; call it when no run is in progress. Returns at once."""
-        self._thread.close()
-
     def _generate(self, work: Work) -> Sample:
-        """One greedy answer, with the time of each token. The arm's own thread."""
+        """One greedy answer, with the time of each token. Device thread."""
         arrivals: list[float] = []
         started = self._clock.monotonic()
         cache = import_transformers().DynamicCache(config=self._model.config)

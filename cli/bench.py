@@ -5,6 +5,7 @@ Parses options only; `interlace.bench` measures. Imports no torch.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -195,9 +196,9 @@ def _measure(
     from interlace.engine.clock import MonotonicClock
 
     check_json_target(json)
-    prepared = prepare(settings, progress_for())
     progress = StillProgress(sys.stderr)
-    report = run(
-        lambda: run_benchmark(name, prepared, experiment, MonotonicClock(), progress, shape)
-    )
+    with contextlib.closing(prepare(settings, progress_for())) as prepared:
+        report = run(
+            lambda: run_benchmark(name, prepared, experiment, MonotonicClock(), progress, shape)
+        )
     show(report, json)

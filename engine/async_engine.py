@@ -68,13 +68,15 @@ class AsyncEngine:
         device: DeviceThread | None = None,
         clock: Clock | None = None,
     ) -> None:
-        """`config` is resolved. `device` is the thread on which `runner` was made, if any."""
+        """`config` is resolved. `device` is the thread on which `runner` was made; whoever gives
+        one closes it after the engine."""
         self.config = config
         self.model_config = model_config
         self.tokenizer = tokenizer
         self._clock = clock or MonotonicClock()
         self._events = EventBus()
         self._runner = runner
+        self._owns_device = device is None
         self._device = device or DeviceThread()
         self._scheduler = Scheduler(
             config.scheduler_config,
@@ -131,7 +133,8 @@ class AsyncEngine:
             try:
                 await finish_despite_cancel(self._device.submit(self._runner.close))
             finally:
-                self._device.close()
+                if self._owns_device:
+                    self._device.close()
 
     def _die(self, cause: Exception) -> None:
         """The step loop failed: every waiting and every later caller gets the same error."""

@@ -5,6 +5,7 @@ The only module besides `interlace/__init__.py` that knows engine and layers at 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Self
@@ -38,14 +39,10 @@ class AsyncEngine(async_engine.AsyncEngine):
 
         Raises: `ModelError`, `ConfigError`. Cancellation while loading: the load ends first.
         """
-        device = DeviceThread()
-        try:
+        with contextlib.closing(DeviceThread()) as device:
             loaded = await finish_despite_cancel(device.submit(_load, config, progress))
-        except BaseException:
-            device.close()
-            raise
-        async with cls.from_loaded(config, loaded, device=device, clock=clock) as engine:
-            yield engine
+            async with cls.from_loaded(config, loaded, device=device, clock=clock) as engine:
+                yield engine
 
     @classmethod
     @asynccontextmanager
@@ -59,15 +56,16 @@ class AsyncEngine(async_engine.AsyncEngine):
     ) -> AsyncIterator[Self]:
         """Keep an engine open over a model that is loaded already; engines may share one.
 
-        Raises: `ConfigError`.
+        `device` is the thread to compute on, best the one that loaded the model; it stays open.
+        Without it the engine has one of its own. Raises: `ConfigError`.
         """
-        device = device or DeviceThread()
-        try:
-            resolved = resolve(config, loaded)
-            runner = await finish_despite_cancel(device.submit(_make_runner, resolved, loaded))
-        except BaseException:
-            device.close()
-            raise
+        if device is None:
+            with contextlib.closing(DeviceThread()) as device:
+                async with cls.from_loaded(config, loaded, device=device, clock=clock) as engine:
+                    yield engine
+            return
+        resolved = resolve(config, loaded)
+        runner = await finish_despite_cancel(device.submit(_make_runner, resolved, loaded))
         model_config = ModelConfig(
             model=loaded.name,
             dtype=resolved.dtype,

@@ -38,13 +38,17 @@ def folder(tmp_path: Path) -> str:
 
 
 @pytest.fixture
-def alone(folder: str) -> Prepared:
-    return prepare(Settings(folder), Silent())
+def alone(folder: str) -> Iterator[Prepared]:
+    with contextlib.closing(prepare(Settings(folder), Silent())) as prepared:
+        yield prepared
 
 
 @pytest.fixture
-def compared(folder: str) -> Prepared:
-    return prepare(Settings(folder, (1, 2), against_transformers=True), Silent())
+def compared(folder: str) -> Iterator[Prepared]:
+    with contextlib.closing(
+        prepare(Settings(folder, (1, 2), against_transformers=True), Silent())
+    ) as both:
+        yield both
 
 
 async def test_arms_share_one_model_and_report_every_case(compared: Prepared) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import builtins
+import contextlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,6 +16,7 @@ from interlace.bench import transformers_arm
 from interlace.bench.transformers_arm import TransformersArm, build_model
 from interlace.bench.workload import Work
 from interlace.engine.clock import MonotonicClock
+from interlace.engine.device_thread import DeviceThread
 from interlace.engine.errors import ConfigError
 from interlace.layers.architecture import Architecture, RopeScaling
 from interlace.layers.decoder import Decoder
@@ -74,9 +76,8 @@ def test_gives_our_logits_on_our_memory(kind: str) -> None:
 
 @pytest.fixture
 def arm() -> Iterator[TransformersArm]:
-    arm = TransformersArm(build_model(*tiny("llama")), MonotonicClock())
-    yield arm
-    arm.close()
+    with contextlib.closing(DeviceThread()) as device:
+        yield TransformersArm(build_model(*tiny("llama")), MonotonicClock(), device)
 
 
 async def test_an_answer_is_timed_token_by_token(arm: TransformersArm) -> None:
