@@ -17,6 +17,9 @@ from torch.nn import functional
 
 from interlace.layers.kv_pages import KVPages, V
 
+PIECE_TOKENS = 64
+"""Query tokens of a long chunk that one kernel call takes."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SequenceChunk:
@@ -29,18 +32,26 @@ class SequenceChunk:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Group:
-    """Requests attended to in one kernel call: B of them with Q query tokens each."""
+class _Piece:
+    """Query tokens that one kernel call takes, and what they may see."""
 
     tokens: slice | Tensor
-    """Where their query tokens lie in the batch; B * Q of them."""
+    """Where they lie in the batch."""
+    mask: Tensor | None
+    """Added to the scores; None where causal is enough."""
+    num_keys: int
+    """Keys of each request that the kernel sees."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Group:
+    """Requests whose KV is gathered together: B of them with one token each, or one with many."""
+
     batch: int
     k_halves: Tensor
     """[B * N]: what to gather, N blocks a request."""
-    mask: Tensor | None
-    """Added to the scores: [B, 1, 1, N * block_size] or [Q, end]; None where causal is enough."""
-    num_keys: int
-    """Keys that the kernel sees of each request."""
+    pieces: tuple[_Piece, ...]
+    """One for B tokens, mask [B, 1, 1, N * block_size]; or the chunk cut up, each [Q, keys]."""
 
 
 class PagedAttention:
@@ -49,7 +60,14 @@ class PagedAttention:
     `chunks` are in batch order. Raises nothing; ids and ranges are the scheduler's promise.
     """
 
-    def __init__(self, pages: KVPages, chunks: Sequence[SequenceChunk], num_heads: int) -> None:
+    def __init__(
+        self,
+        pages: KVPages,
+        chunks: Sequence[SequenceChunk],
+        num_heads: int,
+        *,
+        piece_tokens: int = PIECE_TOKENS,
+    ) -> None:
         self._pages = pages
         self._num_heads = num_heads
         dtype = pages.layers[0].dtype
@@ -62,7 +80,7 @@ class PagedAttention:
             for members in _by_length(chunks, decodes, pages.block_size)
         ]
         self._prefills = [
-            _prefill_group(pages, chunk, int(starts[i]), dtype)
+            _prefill_group(pages, chunk, int(starts[i]), piece_tokens, dtype)
             for i, chunk in enumerate(chunks)
             if chunk.end - chunk.start > 1
         ]
@@ -77,40 +95,38 @@ class PagedAttention:
         num_tokens = q.shape[0]
         out = torch.empty((num_tokens, self._num_heads, q.shape[-1]), dtype=q.dtype)
         for group in self._decodes:
-            out[group.tokens] = self._decode(layer, group, q[group.tokens])
+            (piece,) = group.pieces
+            out[piece.tokens] = self._decode(*self._gather(layer, group), piece, q)
         for group in self._prefills:
-            out[group.tokens] = self._prefill(layer, group, q[group.tokens])
+            gathered = self._gather(layer, group)
+            for piece in group.pieces:
+                out[piece.tokens] = self._prefill(*gathered, piece, q)
         return out.view(num_tokens, -1)
 
     def _gather(self, layer: int, group: _Group) -> tuple[Tensor, Tensor]:
-        """K and V of the group, each [B, kv heads, num_keys, head_dim], as views on a buffer."""
+        """K and V of the group, each [B, kv heads, keys, head_dim], as views on a buffer."""
         pages, n = self._pages, len(group.k_halves)
         shape = (group.batch, -1, pages.num_kv_heads, pages.head_dim)
         k = pages.gather(layer, group.k_halves, self._k[:n]).view(shape)
         v = pages.gather(layer, group.k_halves + V, self._v[:n]).view(shape)
-        return (
-            k[:, : group.num_keys].transpose(1, 2),
-            v[:, : group.num_keys].transpose(1, 2),
-        )
+        return k.transpose(1, 2), v.transpose(1, 2)
 
-    def _decode(self, layer: int, group: _Group, q: Tensor) -> Tensor:
-        """One token each, `q` [B, heads, head_dim]. The query heads that share a KV head take the
-        place of query tokens, so no key is read twice."""
-        k, v = self._gather(layer, group)
-        per_kv_head = self._num_heads // self._pages.num_kv_heads
-        grouped = q.reshape(group.batch, self._pages.num_kv_heads, per_kv_head, -1)
-        out = functional.scaled_dot_product_attention(grouped, k, v, attn_mask=group.mask)
-        return out.reshape(group.batch, self._num_heads, -1)
+    def _decode(self, k: Tensor, v: Tensor, piece: _Piece, q: Tensor) -> Tensor:
+        """One token each. The query heads that share a KV head take the place of query tokens,
+        so no key is read twice. Returns [B, heads, head_dim]."""
+        batch, kv_heads = k.shape[:2]
+        grouped = q[piece.tokens].reshape(batch, kv_heads, self._num_heads // kv_heads, -1)
+        out = functional.scaled_dot_product_attention(grouped, k, v, attn_mask=piece.mask)
+        return out.reshape(batch, self._num_heads, -1)
 
-    def _prefill(self, layer: int, group: _Group, q: Tensor) -> Tensor:
-        """One request's chunk, `q` [Q, heads, head_dim]."""
-        k, v = self._gather(layer, group)
+    def _prefill(self, k: Tensor, v: Tensor, piece: _Piece, q: Tensor) -> Tensor:
+        """Consecutive tokens of one request. Returns [Q, heads, head_dim]."""
         out = functional.scaled_dot_product_attention(
-            q.transpose(0, 1)[None],
-            k,
-            v,
-            attn_mask=group.mask,
-            is_causal=group.mask is None,
+            q[piece.tokens].transpose(0, 1)[None],
+            k[:, :, : piece.num_keys],
+            v[:, :, : piece.num_keys],
+            attn_mask=piece.mask,
+            is_causal=piece.mask is None,
             enable_gqa=True,
         )
         return out[0].transpose(0, 1)
@@ -156,26 +172,34 @@ def _decode_group(
     num_keys = width * pages.block_size
     hidden = torch.arange(num_keys) >= ends[:, None]
     mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))
-    return _Group(
-        tokens=torch.from_numpy(starts[members]),
-        batch=len(members),
-        k_halves=torch.from_numpy(table.reshape(-1) * 2),
-        mask=mask[:, None, None],
-        num_keys=num_keys,
-    )
+    piece = _Piece(torch.from_numpy(starts[members]), mask[:, None, None], num_keys)
+    return _Group(len(members), torch.from_numpy(table.reshape(-1) * 2), (piece,))
 
 
-def _prefill_group(pages: KVPages, chunk: SequenceChunk, start: int, dtype: torch.dtype) -> _Group:
+def _prefill_group(
+    pages: KVPages, chunk: SequenceChunk, start: int, piece_tokens: int, dtype: torch.dtype
+) -> _Group:
+    """One chunk whose tokens begin at `start` in the batch, cut into pieces.
+
+    The kernel computes every score up to the last key and masks; a piece ends at its own last
+    token, so a long prompt computes little more than the triangle below the diagonal.
+    """
     blocks = chunk.block_ids[: _num_blocks(chunk, pages.block_size)]
-    num_tokens = chunk.end - chunk.start
-    mask = None
-    if chunk.start > 0:
-        hidden = torch.arange(chunk.end) > torch.arange(chunk.start, chunk.end)[:, None]
-        mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))
+    cuts = range(chunk.start, chunk.end, piece_tokens)
     return _Group(
-        tokens=slice(start, start + num_tokens),
         batch=1,
         k_halves=torch.tensor(blocks, dtype=torch.int64) * 2,
-        mask=mask,
-        num_keys=chunk.end,
+        pieces=tuple(
+            _piece(first, min(first + piece_tokens, chunk.end), start - chunk.start, dtype)
+            for first in cuts
+        ),
     )
+
+
+def _piece(first: int, end: int, offset: int, dtype: torch.dtype) -> _Piece:
+    """Tokens [first, end) of a request; `offset` leads from its positions to the batch's."""
+    mask = None
+    if first > 0:
+        hidden = torch.arange(end) > torch.arange(first, end)[:, None]
+        mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))
+    return _Piece(slice(first + offset, end + offset), mask, end)

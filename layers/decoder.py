@@ -83,15 +83,26 @@ class Decoder:
         return f"<Decoder {self.architecture.name} {self.dtype} on {self.device}>"
 
     def forward(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, attend: Attend
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        attend: Attend,
+        rows: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Hidden states [T, hidden], before the final norm, of int64 ids and positions [T]."""
+        """Hidden states [T, hidden], before the final norm, of int64 ids and positions [T].
+
+        With `rows`, int64 [N] into T, only those of the result, [N, hidden]: the last layer then
+        computes its own K and V for all tokens and the rest for these rows.
+        """
         eps = self.architecture.rms_eps
         x = functional.embedding(token_ids, self._embed)
         cos, sin = self._rotary.at(positions)
         for index, layer in enumerate(self._layers):
             q, k, v = self._project(layer, rms_norm(x, layer.attn_norm, eps), cos, sin)
-            x.add_(linear(attend(index, q, k, v), layer.o, layer.o_bias))
+            attended = attend(index, q, k, v)
+            if rows is not None and index == len(self._layers) - 1:
+                x, attended = x[rows], attended[rows]
+            x.add_(linear(attended, layer.o, layer.o_bias))
             x.add_(_feed_forward(layer, rms_norm(x, layer.mlp_norm, eps)))
         return x
 

@@ -43,17 +43,16 @@ class ModelRunner:
             for r, n in zip(requests, counts, strict=True)
         ]
         self._zero_begun_blocks(chunks)
-        hidden = self._forward(requests, chunks)
         last = np.cumsum(counts) - 1
         sampling = [
             i
             for i, request in enumerate(requests)
             if request.req_id in scheduler_output.sampling_req_ids
         ]
+        hidden = self._forward(requests, chunks, torch.from_numpy(last[sampling]))
         if not sampling:
             return ModelRunnerOutput()
-        logits = self.decoder.logits(hidden[torch.from_numpy(last[sampling])])
-        return self._sample(logits, [requests[i] for i in sampling])
+        return self._sample(self.decoder.logits(hidden), [requests[i] for i in sampling])
 
     def close(self) -> None:
         """Drop pages and requests."""
@@ -72,8 +71,12 @@ class ModelRunner:
             self.pages.zero_blocks(begun)
 
     def _forward(
-        self, requests: Sequence[RunnerRequest], chunks: Sequence[SequenceChunk]
+        self,
+        requests: Sequence[RunnerRequest],
+        chunks: Sequence[SequenceChunk],
+        rows: torch.Tensor,
     ) -> torch.Tensor:
+        """Hidden states of `rows` of the batch."""
         token_ids = np.concatenate(
             [
                 request.tokens.view(chunk.start, chunk.end)
@@ -83,7 +86,7 @@ class ModelRunner:
         positions = np.concatenate([np.arange(chunk.start, chunk.end) for chunk in chunks])
         attend = PagedAttention(self.pages, chunks, self.decoder.architecture.num_heads)
         return self.decoder.forward(
-            torch.from_numpy(token_ids), torch.from_numpy(positions), attend
+            torch.from_numpy(token_ids), torch.from_numpy(positions), attend, rows
         )
 
     def _sample(self, logits: torch.Tensor, requests: Sequence[RunnerRequest]) -> ModelRunnerOutput:

@@ -45,10 +45,11 @@ def _plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, start: int) -> tor
 @given(
     shapes=st.lists(st.tuples(st.integers(0, 40), st.integers(1, 12)), min_size=1, max_size=6),
     decodes=st.lists(st.integers(0, 40), max_size=6),
+    piece_tokens=st.sampled_from([1, 3, 64]),
     seed=st.integers(0, 1000),
 )
 def test_mixed_batches_equal_the_plain_twin(
-    shapes: list[tuple[int, int]], decodes: list[int], seed: int
+    shapes: list[tuple[int, int]], decodes: list[int], piece_tokens: int, seed: int
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
     spans = [(start, start + n) for start, n in shapes] + [(n, n + 1) for n in decodes]
@@ -75,7 +76,7 @@ def test_mixed_batches_equal_the_plain_twin(
         q_parts.append(q)
         k_parts.append(k[start:])
         v_parts.append(v[start:])
-    attend = PagedAttention(pages, chunks, HEADS)
+    attend = PagedAttention(pages, chunks, HEADS, piece_tokens=piece_tokens)
     out = attend(1, torch.cat(q_parts), torch.cat(k_parts), torch.cat(v_parts))
     torch.testing.assert_close(out, torch.cat(expected))
     assert not pages.layers[1][0].any(), "the null block stays zero"
