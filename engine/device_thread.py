@@ -17,11 +17,13 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-async def finish_despite_cancel(future: asyncio.Future[T]) -> T:
+async def finish_despite_cancel(
+    future: asyncio.Future[T], on_cancel: Callable[[], None] | None = None
+) -> T:
     """Await `future` to its end.
 
-    Cancellation: the wait goes on until the future is done, then `CancelledError` is raised
-    (the future's own outcome is dropped). Loop thread.
+    Cancellation: `on_cancel` may ask the work to end sooner; the wait goes on until the future is
+    done, then `CancelledError` is raised (the future's own outcome is dropped). Loop thread.
     """
     cancelled: asyncio.CancelledError | None = None
     while not future.done():
@@ -31,6 +33,8 @@ async def finish_despite_cancel(future: asyncio.Future[T]) -> T:
             if future.cancelled():
                 raise
             cancelled = error
+            if on_cancel is not None:
+                on_cancel()
         except BaseException:
             if not future.done():  # not its outcome: the loop is gone, and this coroutine with it
                 raise

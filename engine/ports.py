@@ -41,6 +41,7 @@ class Progress(Protocol):
     ) -> AbstractContextManager[Callable[[float], None]]:
         """Show one task until the context ends; the callable inside adds to what is done.
 
-        `total` is in whatever unit the callable is called with; None if it is not known.
+        `total` is in whatever unit the callable is called with; None if it is not known. Either
+        may raise to end the work; long work calls often, with 0 if there is no news.
         """
         ...

@@ -92,8 +92,8 @@ def _watch(
     while process.poll() is None:
         time.sleep(_POLL_S)
         now = _wheel_bytes(folder)
+        advance(max(0, now - seen))  # also without news: it may raise to end the wait
         if now > seen:
-            advance(now - seen)
             seen, since, limit = now, time.monotonic(), _STALL_S
         elif time.monotonic() - since > limit:
             return f"no answer from the package index in {limit:g} s"

@@ -6,7 +6,8 @@ The only module besides `interlace/__init__.py` that knows engine and layers at 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Self
 
@@ -37,10 +38,14 @@ class AsyncEngine(async_engine.AsyncEngine):
 
             async with AsyncEngine.from_config(EngineConfig()) as engine: ...
 
-        Raises: `ModelError`, `ConfigError`. Cancellation while loading: the load ends first.
+        Raises: `ModelError`, `ConfigError`. Cancellation while loading: the load ends at its
+        next sign of progress, and leaves no half-written file.
         """
         with contextlib.closing(DeviceThread()) as device:
-            loaded = await finish_despite_cancel(device.submit(_load, config, progress))
+            watched = _Cancellable(progress)
+            loaded = await finish_despite_cancel(
+                device.submit(_load, config, watched), on_cancel=watched.cancel
+            )
             async with cls.from_loaded(config, loaded, device=device, clock=clock) as engine:
                 yield engine
 
@@ -80,7 +85,43 @@ class AsyncEngine(async_engine.AsyncEngine):
             yield engine
 
 
-def _load(config: EngineConfig, progress: Progress | None) -> LoadedModel:
+class _LoadCancelledError(Exception):
+    """Ends a load that nobody waits for; whoever cancelled it never sees this."""
+
+
+class _Cancellable:
+    """A `Progress` that passes everything on until it is cancelled, and then ends the work."""
+
+    def __init__(self, progress: Progress | None) -> None:
+        self._progress = progress
+        self._cancelled = threading.Event()
+
+    def cancel(self) -> None:
+        """Let the work end at its next sign of progress. Any thread."""
+        self._cancelled.set()
+
+    @contextlib.contextmanager
+    def task(self, description: str, total: float | None) -> Iterator[Callable[[float], None]]:
+        """See `Progress`. Raises: `_LoadCancelledError`, here and from the callable inside."""
+        self._check()
+        with contextlib.ExitStack() as stack:
+            show = None
+            if self._progress is not None:
+                show = stack.enter_context(self._progress.task(description, total))
+
+            def advance(amount: float) -> None:
+                self._check()
+                if show is not None:
+                    show(amount)
+
+            yield advance
+
+    def _check(self) -> None:
+        if self._cancelled.is_set():
+            raise _LoadCancelledError
+
+
+def _load(config: EngineConfig, progress: Progress) -> LoadedModel:
     from interlace.layers.checkpoint import load_checkpoint
 
     return load_checkpoint(

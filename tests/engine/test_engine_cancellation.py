@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import threading
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 
@@ -26,6 +27,7 @@ from paged_oracle import answer
 from interlace import front_door
 from interlace.engine.config import EngineConfig
 from interlace.engine.errors import EngineBusyError, EngineDeadError, RequestError
+from interlace.engine.ports import Progress
 from interlace.engine.request_stream import RequestStream
 
 STATES = ["preparing", "queued", "prefill", "decode"]
@@ -335,6 +337,35 @@ async def test_an_error_while_the_runner_closes_is_reported(
             await engine.complete(PROMPT, greedy(2))
     with pytest.raises(RuntimeError):
         engine._device.submit(print)  # the thread has ended
+
+
+async def test_a_load_that_is_cancelled_ends_at_its_next_sign_of_progress(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    begun, ended = threading.Event(), threading.Event()
+
+    def load(_: EngineConfig, progress: Progress) -> None:
+        try:
+            with progress.task("Downloading", None) as advance:
+                begun.set()
+                give_up_s = time.monotonic() + PATIENCE_S
+                while time.monotonic() < give_up_s:
+                    advance(0)
+        finally:
+            ended.set()
+
+    monkeypatch.setattr(front_door, "_load", load)
+
+    async def live() -> None:
+        async with front_door.AsyncEngine.from_config(EngineConfig()):
+            raise AssertionError("it was never opened")
+
+    async with asyncio.timeout(PATIENCE_S), asyncio.TaskGroup() as tasks:
+        task = tasks.create_task(live())
+        await until(begun.is_set)
+        task.cancel()
+    assert task.cancelled()
+    assert ended.is_set()
 
 
 async def test_cancelling_while_the_model_loads(monkeypatch: pytest.MonkeyPatch) -> None:
