@@ -37,8 +37,9 @@ class _Piece:
 
     tokens: slice | Tensor
     """Where they lie in the batch."""
-    mask: Tensor | None
-    """Added to the scores; None where causal is enough."""
+    mask: Tensor
+    """Added to the scores: [B, 1, 1, keys] for one token each, else [query heads of a KV head *
+    Q, keys]."""
     num_keys: int
     """Keys of each request that the kernel sees."""
 
@@ -51,7 +52,7 @@ class _Group:
     k_halves: Tensor
     """[B * N]: what to gather, N blocks a request."""
     pieces: tuple[_Piece, ...]
-    """One for B tokens, mask [B, 1, 1, N * block_size]; or the chunk cut up, each [Q, keys]."""
+    """One for B tokens, or the chunk cut up."""
 
 
 class PagedAttention:
@@ -75,16 +76,16 @@ class PagedAttention:
         self._rows = pages.kv_rows(torch.from_numpy(slots))
         starts = np.cumsum([0] + [chunk.end - chunk.start for chunk in chunks])
         decodes = [i for i, chunk in enumerate(chunks) if chunk.end - chunk.start == 1]
-        self._decodes = [
+        group_size = num_heads // pages.num_kv_heads
+        self._groups = [
             _decode_group(pages, chunks, starts, members, dtype)
             for members in _by_length(chunks, decodes, pages.block_size)
-        ]
-        self._prefills = [
-            _prefill_group(pages, chunk, int(starts[i]), piece_tokens, dtype)
+        ] + [
+            _prefill_group(pages, chunk, int(starts[i]), piece_tokens, group_size, dtype)
             for i, chunk in enumerate(chunks)
             if chunk.end - chunk.start > 1
         ]
-        most = max(len(group.k_halves) for group in self._decodes + self._prefills)
+        most = max(len(group.k_halves) for group in self._groups)
         width = pages.block_size * pages.num_kv_heads * pages.head_dim
         self._k = torch.empty((most, width), dtype=dtype)
         self._v = torch.empty((most, width), dtype=dtype)
@@ -94,13 +95,10 @@ class PagedAttention:
         self._pages.write(layer, self._rows, k, v)
         num_tokens = q.shape[0]
         out = torch.empty((num_tokens, self._num_heads, q.shape[-1]), dtype=q.dtype)
-        for group in self._decodes:
-            (piece,) = group.pieces
-            out[piece.tokens] = self._decode(*self._gather(layer, group), piece, q)
-        for group in self._prefills:
+        for group in self._groups:
             gathered = self._gather(layer, group)
             for piece in group.pieces:
-                out[piece.tokens] = self._prefill(*gathered, piece, q)
+                out[piece.tokens] = self._attend(*gathered, piece, q)
         return out.view(num_tokens, -1)
 
     def _gather(self, layer: int, group: _Group) -> tuple[Tensor, Tensor]:
@@ -111,25 +109,22 @@ class PagedAttention:
         v = pages.gather(layer, group.k_halves + V, self._v[:n]).view(shape)
         return k.transpose(1, 2), v.transpose(1, 2)
 
-    def _decode(self, k: Tensor, v: Tensor, piece: _Piece, q: Tensor) -> Tensor:
-        """One token each. The query heads that share a KV head take the place of query tokens,
-        so no key is read twice. Returns [B, heads, head_dim]."""
-        batch, kv_heads = k.shape[:2]
-        grouped = q[piece.tokens].reshape(batch, kv_heads, self._num_heads // kv_heads, -1)
-        out = functional.scaled_dot_product_attention(grouped, k, v, attn_mask=piece.mask)
-        return out.reshape(batch, self._num_heads, -1)
+    def _attend(self, k: Tensor, v: Tensor, piece: _Piece, q: Tensor) -> Tensor:
+        """Q tokens of each of B requests. Returns [B * Q, heads, head_dim].
 
-    def _prefill(self, k: Tensor, v: Tensor, piece: _Piece, q: Tensor) -> Tensor:
-        """Consecutive tokens of one request. Returns [Q, heads, head_dim]."""
+        The query heads that share a KV head take the place of more query tokens, so each key is
+        read once for all of them.
+        """
+        batch, kv_heads, _, head_dim = k.shape
+        grouped = q[piece.tokens].view(batch, -1, kv_heads, self._num_heads // kv_heads, head_dim)
+        grouped = grouped.permute(0, 2, 3, 1, 4)
         out = functional.scaled_dot_product_attention(
-            q[piece.tokens].transpose(0, 1)[None],
+            grouped.reshape(batch, kv_heads, -1, head_dim),
             k[:, :, : piece.num_keys],
             v[:, :, : piece.num_keys],
             attn_mask=piece.mask,
-            is_causal=piece.mask is None,
-            enable_gqa=True,
         )
-        return out[0].transpose(0, 1)
+        return out.reshape(grouped.shape).permute(0, 3, 1, 2, 4).reshape(-1, *q.shape[1:])
 
 
 def _slots(chunk: SequenceChunk, block_size: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
@@ -177,29 +172,24 @@ def _decode_group(
 
 
 def _prefill_group(
-    pages: KVPages, chunk: SequenceChunk, start: int, piece_tokens: int, dtype: torch.dtype
+    pages: KVPages,
+    chunk: SequenceChunk,
+    start: int,
+    piece_tokens: int,
+    group_size: int,
+    dtype: torch.dtype,
 ) -> _Group:
     """One chunk whose tokens begin at `start` in the batch, cut into pieces.
 
     The kernel computes every score up to the last key and masks; a piece ends at its own last
     token, so a long prompt computes little more than the triangle below the diagonal.
     """
-    blocks = chunk.block_ids[: _num_blocks(chunk, pages.block_size)]
-    cuts = range(chunk.start, chunk.end, piece_tokens)
-    return _Group(
-        batch=1,
-        k_halves=torch.tensor(blocks, dtype=torch.int64) * 2,
-        pieces=tuple(
-            _piece(first, min(first + piece_tokens, chunk.end), start - chunk.start, dtype)
-            for first in cuts
-        ),
-    )
-
-
-def _piece(first: int, end: int, offset: int, dtype: torch.dtype) -> _Piece:
-    """Tokens [first, end) of a request; `offset` leads from its positions to the batch's."""
-    mask = None
-    if first > 0:
+    offset = start - chunk.start  # from positions in the request to places in the batch
+    pieces = []
+    for first in range(chunk.start, chunk.end, piece_tokens):
+        end = min(first + piece_tokens, chunk.end)
         hidden = torch.arange(end) > torch.arange(first, end)[:, None]
         mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))
-    return _Piece(slice(first + offset, end + offset), mask, end)
+        pieces.append(_Piece(slice(first + offset, end + offset), mask.repeat(group_size, 1), end))
+    blocks = chunk.block_ids[: _num_blocks(chunk, pages.block_size)]
+    return _Group(1, torch.tensor(blocks, dtype=torch.int64) * 2, tuple(pieces))
