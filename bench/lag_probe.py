@@ -9,7 +9,9 @@ from typing import Protocol, Self
 
 from interlace.engine.ports import Clock
 
-PERIOD_S = 0.001
+PERIOD_S = 0.005
+"""A block of the loop shows less than this too short. Every millisecond would cost each parallel
+operation on a machine with few cores: the probe's thread takes a core from one of its helpers."""
 
 
 class Timer(Protocol):
@@ -26,7 +28,7 @@ CallLater = Callable[[float, Callable[[], None]], Timer]
 class LagProbe:
     """Measures the running event loop while the context lasts. Loop thread only.
 
-    A callback is due every millisecond. A callback and not a task: an error in the body of the
+    A callback is due every `PERIOD_S`. A callback and not a task: an error in the body of the
     context then comes out as it is, and there is nothing to await at the end.
     """
 

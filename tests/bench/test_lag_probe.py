@@ -71,4 +71,4 @@ async def test_on_a_real_loop() -> None:
         end = time.monotonic() + 0.03
         while time.monotonic() < end:  # holds the loop without sleeping
             pass
-    assert probe.worst_s >= 0.028
+    assert probe.worst_s >= 0.028 - PERIOD_S
