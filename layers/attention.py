@@ -2,7 +2,7 @@
 
 All KV of the step is written before anything is read, so a request may share blocks that another
 one fills in the same step. Requests that compute one token are batched by context length; each
-longer chunk is one call. The kernel is torch's flash attention for CPUs.
+longer chunk is cut into pieces. The kernel is torch's flash attention for CPUs.
 """
 
 from __future__ import annotations
@@ -76,15 +76,17 @@ class PagedAttention:
         self._rows = pages.kv_rows(torch.from_numpy(slots))
         starts = np.cumsum([0] + [chunk.end - chunk.start for chunk in chunks])
         decodes = [i for i, chunk in enumerate(chunks) if chunk.end - chunk.start == 1]
-        group_size = num_heads // pages.num_kv_heads
+        prefills = [i for i, chunk in enumerate(chunks) if chunk.end - chunk.start > 1]
+        triangle = _Triangle(
+            group_size=num_heads // pages.num_kv_heads,
+            size=piece_tokens,
+            width=max((chunks[i].end for i in prefills), default=0),
+            dtype=dtype,
+        )
         self._groups = [
             _decode_group(pages, chunks, starts, members, dtype)
             for members in _by_length(chunks, decodes, pages.block_size)
-        ] + [
-            _prefill_group(pages, chunk, int(starts[i]), piece_tokens, group_size, dtype)
-            for i, chunk in enumerate(chunks)
-            if chunk.end - chunk.start > 1
-        ]
+        ] + [_prefill_group(pages, chunks[i], int(starts[i]), triangle) for i in prefills]
         most = max(len(group.k_halves) for group in self._groups)
         width = pages.block_size * pages.num_kv_heads * pages.head_dim
         self._k = torch.empty((most, width), dtype=dtype)
@@ -171,14 +173,30 @@ def _decode_group(
     return _Group(len(members), torch.from_numpy(table.reshape(-1) * 2), (piece,))
 
 
-def _prefill_group(
-    pages: KVPages,
-    chunk: SequenceChunk,
-    start: int,
-    piece_tokens: int,
-    group_size: int,
-    dtype: torch.dtype,
-) -> _Group:
+class _Triangle:
+    """The causal masks of all pieces of a step, as views on one matrix.
+
+    It has `width` visible columns, for what lies before a piece, and then the piece's own
+    triangle, `size` rows for each of the `group_size` query heads of a KV head.
+    """
+
+    def __init__(self, *, group_size: int, size: int, width: int, dtype: torch.dtype) -> None:
+        self.size = size
+        self._width = width
+        hidden = torch.arange(-width, size) > torch.arange(size)[:, None]
+        one_head = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))
+        self._mask = one_head.repeat(group_size, 1, 1)
+
+    def mask(self, num_before: int, num_tokens: int) -> Tensor:
+        """For `num_tokens` after `num_before`: [group_size * num_tokens, both together].
+
+        A view for a whole piece, a copy for a shorter one.
+        """
+        columns = slice(self._width - num_before, self._width + num_tokens)
+        return self._mask[:, :num_tokens, columns].flatten(0, 1)
+
+
+def _prefill_group(pages: KVPages, chunk: SequenceChunk, start: int, triangle: _Triangle) -> _Group:
     """One chunk whose tokens begin at `start` in the batch, cut into pieces.
 
     The kernel computes every score up to the last key and masks; a piece ends at its own last
@@ -186,10 +204,9 @@ def _prefill_group(
     """
     offset = start - chunk.start  # from positions in the request to places in the batch
     pieces = []
-    for first in range(chunk.start, chunk.end, piece_tokens):
-        end = min(first + piece_tokens, chunk.end)
-        hidden = torch.arange(end) > torch.arange(first, end)[:, None]
-        mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))
-        pieces.append(_Piece(slice(first + offset, end + offset), mask.repeat(group_size, 1), end))
+    for first in range(chunk.start, chunk.end, triangle.size):
+        end = min(first + triangle.size, chunk.end)
+        mask = triangle.mask(first, end - first)
+        pieces.append(_Piece(slice(first + offset, end + offset), mask, end))
     blocks = chunk.block_ids[: _num_blocks(chunk, pages.block_size)]
     return _Group(1, torch.tensor(blocks, dtype=torch.int64) * 2, tuple(pieces))
