@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 REFERENCE = json.loads((Path(__file__).parent / "data" / "smollm2_reference.json").read_text())
 
+pytestmark = pytest.mark.timeout(600)  # half a minute each on a quiet machine with two cores
+
 
 def _longest_then_shortest(case: dict[str, Any]) -> int:
     """An order in which the small pool of the preemption test is full at once."""
