@@ -341,7 +341,6 @@ class Scheduler:
         step = self._inflight.popleft()
         assert step.step_id == scheduler_output.step_id, "steps must be applied in order"
         self._last_applied_step = step.step_id
-        self.kv_cache.apply_step(step.step_id)
         updates = []
         for request, samples in step.scheduled:
             if request.is_finished:
@@ -357,10 +356,12 @@ class Scheduler:
             if samples:
                 logprobs = runner_output.logprobs.get(request.request_id)
                 updates.append(self._append_tokens(request, tokens, logprobs))
-        self._count(num_generated_tokens=sum(len(u.new_token_ids) for u in updates))
+        # Last, so that the blocks whose tokens became known just now are published with the rest.
+        self.kv_cache.apply_step(step.step_id)
+        num_sampled = sum(len(update.new_token_ids) for update in updates)
+        self._count(num_generated_tokens=num_sampled)
         if self._events.active:
-            sampled = sum(len(u.new_token_ids) for u in updates)
-            self._events.emit(StepDone(self._clock.monotonic(), step.step_id, sampled))
+            self._events.emit(StepDone(self._clock.monotonic(), step.step_id, num_sampled))
         return updates
 
     def _append_tokens(
@@ -371,20 +372,18 @@ class Scheduler:
     ) -> RequestUpdate:
         for token_id in tokens:
             request.append_output(token_id)
-        self._publish_decoded_blocks(request)
+        self._hash_decoded_blocks(request)
         self._check_stop(request, tokens[-1])
         return RequestUpdate(request, tokens, logprobs)
 
-    def _publish_decoded_blocks(self, request: Request) -> None:
-        """Publish blocks whose last tokens were unknown when their step was planned.
+    def _hash_decoded_blocks(self, request: Request) -> None:
+        """Hash blocks whose last tokens were unknown when their step was planned.
 
         With a second step in flight, a block that the applied step filled had a placeholder in
         it then; by now its ids are known. What the later step computes is left to that step.
         """
-        in_flight = request.num_output_placeholders
-        num_applied = request.num_computed_tokens - in_flight
+        num_applied = request.num_computed_tokens - request.num_output_placeholders
         self.kv_cache.hash_blocks(request, num_applied, self._last_applied_step)
-        self.kv_cache.apply_step(self._last_applied_step)
 
     def _check_stop(self, request: Request, token_id: int) -> None:
         """Finish the request if `token_id` ends it: end of sequence, stop id, or length."""

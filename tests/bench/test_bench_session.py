@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,12 +13,7 @@ from interlace.bench import experiments
 from interlace.bench.arms import Shape
 from interlace.bench.session import Prepared, Settings, prepare, run_benchmark
 from interlace.engine.clock import MonotonicClock
-
-
-class Silent:
-    @contextlib.contextmanager
-    def task(self, description: str, total: float | None) -> Iterator[Callable[[float], None]]:
-        yield lambda advance: None
+from interlace.layers.checkpoint.loading import Silent
 
 
 @pytest.fixture

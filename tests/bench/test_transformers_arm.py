@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.nn import functional
+from tiny_model import dense_causal
 
 from interlace.bench import transformers_arm
 from interlace.bench.transformers_arm import TransformersArm, build_model
@@ -53,13 +53,6 @@ def tiny(kind: str) -> tuple[Architecture, dict[str, torch.Tensor]]:
     return architecture, weights
 
 
-def causal(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """Attention of one sequence, all of it in one step."""
-    q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
-    out = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-    return out.squeeze(0).transpose(0, 1).flatten(1)
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_gives_our_logits_on_our_memory(kind: str) -> None:
     architecture, weights = tiny(kind)
@@ -68,7 +61,7 @@ def test_gives_our_logits_on_our_memory(kind: str) -> None:
     with torch.inference_mode():
         theirs = model(ids.unsqueeze(0)).logits[0]
         decoder = Decoder(architecture, weights, max_model_len=128)
-        ours = decoder.logits(decoder.forward(ids, torch.arange(20), causal))
+        ours = decoder.logits(decoder.forward(ids, torch.arange(20), dense_causal))
     torch.testing.assert_close(theirs, ours, rtol=1e-4, atol=1e-4)
     shared = {tensor.untyped_storage().data_ptr() for tensor in weights.values()}
     assert {p.untyped_storage().data_ptr() for p in model.parameters()} == shared

@@ -291,7 +291,7 @@ async def test_closing_waits_for_the_step_in_flight_even_when_cancelled(depth: i
             await runner.next_step()
 
     async with asyncio.timeout(PATIENCE_S), asyncio.TaskGroup() as tasks:
-        task = tasks.create_task(live())
+        task = tasks.create_task(_open_what_never_opens())
         await until(lambda: engine._dead is not None)
         for _ in range(3):
             task.cancel()
@@ -339,6 +339,11 @@ async def test_an_error_while_the_runner_closes_is_reported(
         engine._device.submit(print)  # the thread has ended
 
 
+async def _open_what_never_opens() -> None:
+    async with front_door.AsyncEngine.from_config(EngineConfig()):
+        raise AssertionError("it was never opened")
+
+
 async def test_a_load_that_is_cancelled_ends_at_its_next_sign_of_progress(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -356,12 +361,8 @@ async def test_a_load_that_is_cancelled_ends_at_its_next_sign_of_progress(
 
     monkeypatch.setattr(front_door, "_load", load)
 
-    async def live() -> None:
-        async with front_door.AsyncEngine.from_config(EngineConfig()):
-            raise AssertionError("it was never opened")
-
     async with asyncio.timeout(PATIENCE_S), asyncio.TaskGroup() as tasks:
-        task = tasks.create_task(live())
+        task = tasks.create_task(_open_what_never_opens())
         await until(begun.is_set)
         task.cancel()
     assert task.cancelled()
@@ -378,12 +379,8 @@ async def test_cancelling_while_the_model_loads(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(front_door, "_load", load)
 
-    async def live() -> None:
-        async with front_door.AsyncEngine.from_config(EngineConfig()):
-            raise AssertionError("it was never opened")
-
     async with asyncio.timeout(PATIENCE_S), asyncio.TaskGroup() as tasks:
-        task = tasks.create_task(live())
+        task = tasks.create_task(_open_what_never_opens())
         await until(begun.is_set)
         task.cancel()
         await asyncio.sleep(0.01)
