@@ -291,7 +291,7 @@ async def test_closing_waits_for_the_step_in_flight_even_when_cancelled(depth: i
             await runner.next_step()
 
     async with asyncio.timeout(PATIENCE_S), asyncio.TaskGroup() as tasks:
-        task = tasks.create_task(_open_what_never_opens())
+        task = tasks.create_task(live())
         await until(lambda: engine._dead is not None)
         for _ in range(3):
             task.cancel()
