@@ -82,7 +82,7 @@ async def prefill(bench: Bench, batch_sizes: Sequence[int], shape: Shape) -> Out
 
 
 async def hit(bench: Bench, prompt_tokens: int, repeats: int) -> Outcome:
-    """First token of a prompt whose every full block is cached, in units of one decode step.
+    """First token of a prompt that was sent before, in units of one decode step.
 
     Each repeat sends a new prompt once to fill the cache and once to time it. Raises:
     `InterlaceError` if the second one missed. Cancelling stops after the run in progress.

@@ -2,7 +2,9 @@
 
 A block is *free* (ref_count 0; it may still hold published content until it is handed out again),
 *pending* (its hash is known, step S fills it) or *published* (step S was applied). Only full
-blocks have a hash. Block 0 is the null block: it is never handed out and its pages stay zero.
+blocks have a hash and are shared; but the first tokens of a published block, or of the last,
+partly filled block of a request that has ended, may be copied into a fresh block. Block 0 is the
+null block: it is never handed out and its pages stay zero.
 Knows nothing of requests or of the device.
 """
 
@@ -11,10 +13,20 @@ from __future__ import annotations
 import dataclasses
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 from interlace.engine.block_hash import BlockHash
 from interlace.engine.events import BlockCleared, BlockRemoved, BlockStored, EventBus
 from interlace.engine.ports import Clock
+
+
+class BlockTokens(NamedTuple):
+    """What a block holds: these tokens after the blocks that `parent` stands for."""
+
+    parent: BlockHash
+    """The hash of the block before, or the root of the chain."""
+    token_ids: tuple[int, ...]
+    """At least one, at most `block_size`."""
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -26,6 +38,8 @@ class KVCacheBlock:
     block_hash: BlockHash | None = None
     pending_step: int | None = None
     """The step that fills the block, while it is pending."""
+    tokens: BlockTokens | None = None
+    """What it holds, if that has a hash or may be copied."""
 
     @property
     def is_null(self) -> bool:
@@ -47,6 +61,9 @@ class BlockPool:
         self.null_block = self.blocks[0]
         self._free = OrderedDict((block.block_id, block) for block in self.blocks[1:])
         self._by_hash: dict[BlockHash, KVCacheBlock] = {}
+        # (parent, first token) -> a block that may be copied. Siblings that begin alike share one
+        # place: a look-up costs the same however many prompts there were.
+        self._by_start: dict[tuple[BlockHash, int], KVCacheBlock] = {}
         self._enable_caching = enable_caching
         self._clock = clock
         self._events = events
@@ -69,6 +86,16 @@ class BlockPool:
     def get_cached_block(self, block_hash: BlockHash) -> KVCacheBlock | None:
         """The block that holds, or is being filled with, this content."""
         return self._by_hash.get(block_hash)
+
+    def find_start(
+        self, parent: BlockHash, token_ids: Sequence[int]
+    ) -> tuple[KVCacheBlock, int] | None:
+        """A block to copy from, and how many of its first tokens are the first of `token_ids`."""
+        block = self._by_start.get((parent, token_ids[0])) if token_ids else None
+        if block is None:
+            return None
+        assert block.tokens is not None
+        return block, _num_equal(block.tokens.token_ids, token_ids)
 
     def num_free_among(self, blocks: Iterable[KVCacheBlock]) -> int:
         """How many of `blocks` are free now, so that touching them shrinks the free list."""
@@ -106,11 +133,13 @@ class BlockPool:
             block.ref_count -= 1
             if block.ref_count == 0:
                 self._free[block.block_id] = block
-                if block.block_hash is None:
+                if block.tokens is None:
                     self._free.move_to_end(block.block_id, last=False)
 
-    def mark_pending(self, block: KVCacheBlock, block_hash: BlockHash, step_id: int) -> bool:
-        """Say that step `step_id` fills `block` with this content.
+    def mark_pending(
+        self, block: KVCacheBlock, block_hash: BlockHash, tokens: BlockTokens, step_id: int
+    ) -> bool:
+        """Say that step `step_id` fills `block` with `tokens`, whose hash is `block_hash`.
 
         Returns False, and leaves the block unhashed, if another block has that content already.
         """
@@ -119,6 +148,7 @@ class BlockPool:
         assert block.block_hash is None, f"block {block.block_id} has a hash already"
         block.block_hash = block_hash
         block.pending_step = step_id
+        block.tokens = tokens
         self._by_hash[block_hash] = block
         return True
 
@@ -126,13 +156,41 @@ class BlockPool:
         """Say that a pending block's content is right; the step that filled it was applied."""
         assert block.block_hash is not None
         block.pending_step = None
+        self._index_start(block)
         if self._events.active:
             self._events.emit(
                 BlockStored(self._clock.monotonic(), block.block_id, block.block_hash)
             )
 
+    def keep_tail(self, block: KVCacheBlock, tokens: BlockTokens) -> None:
+        """Say that `block`, which will not be filled any further, begins with these tokens."""
+        if self._enable_caching and block.block_hash is None:
+            self._forget_start(block)
+            block.tokens = tokens
+            self._index_start(block)
+
+    def _index_start(self, block: KVCacheBlock) -> None:
+        """Let the newest block stand for its start, unless the one there holds all of it."""
+        assert block.tokens is not None
+        key = (block.tokens.parent, block.tokens.token_ids[0])
+        old = self._by_start.get(key)
+        if old is not None and old.tokens is not None:
+            length = len(block.tokens.token_ids)
+            if old.tokens.token_ids[:length] == block.tokens.token_ids:
+                return
+        self._by_start[key] = block
+
+    def _forget_start(self, block: KVCacheBlock) -> None:
+        if block.tokens is None:
+            return
+        key = (block.tokens.parent, block.tokens.token_ids[0])
+        if self._by_start.get(key) is block:
+            del self._by_start[key]
+        block.tokens = None
+
     def withdraw(self, block: KVCacheBlock) -> None:
         """Make the block's content unfindable, whoever holds it. Idempotent."""
+        self._forget_start(block)
         if block.block_hash is None:
             return
         del self._by_hash[block.block_hash]
@@ -147,10 +205,16 @@ class BlockPool:
         """Forget all content. Returns False, and does nothing, while any block is held."""
         if self.num_free_blocks != self.num_usable_blocks:
             return False
-        for block in self._by_hash.values():
-            block.block_hash = None
-            block.pending_step = None
+        for block in self.blocks:
+            block.block_hash = block.pending_step = block.tokens = None
         self._by_hash.clear()
+        self._by_start.clear()
         if self._events.active:
             self._events.emit(BlockCleared(self._clock.monotonic()))
         return True
+
+
+def _num_equal(one: Sequence[int], other: Sequence[int]) -> int:
+    """Length of the common prefix."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))

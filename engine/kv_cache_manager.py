@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import deque
 from typing import NamedTuple
 
-from interlace.engine.block_pool import BlockPool, KVCacheBlock
+from interlace.engine.block_pool import BlockPool, BlockTokens, KVCacheBlock
 from interlace.engine.config import CacheConfig
 from interlace.engine.events import EventBus
 from interlace.engine.ports import Clock
@@ -19,7 +19,20 @@ class PrefixHit(NamedTuple):
     """The longest cached prefix of a request."""
 
     blocks: list[KVCacheBlock]
+    """Full blocks, to be shared."""
     num_tokens: int
+    """In `blocks`, and those to copy from `tail`."""
+    tail: KVCacheBlock | None = None
+    """A block whose first tokens are the next ones; they are copied into a block of our own."""
+
+
+class _Fenced(NamedTuple):
+    """Blocks that return to the pool when step `step_id` is applied."""
+
+    step_id: int
+    blocks: list[KVCacheBlock]
+    tail: tuple[KVCacheBlock, BlockTokens] | None = None
+    """The one of them that is partly filled."""
 
 
 class KVCacheManager:
@@ -29,12 +42,13 @@ class KVCacheManager:
         self.block_size = config.block_size
         self.pool = BlockPool(config.num_gpu_blocks, config.enable_prefix_caching, clock, events)
         self._pending: dict[int, list[KVCacheBlock]] = {}  # step id -> blocks that it fills
-        self._fenced: deque[tuple[int, list[KVCacheBlock]]] = deque()  # (step id, blocks to free)
+        self._fenced: deque[_Fenced] = deque()  # in order of step id
 
     def find_longest_hit(self, request: Request) -> PrefixHit:
         """Blocks that hold the request's prefix, published or pending; holds nothing yet.
 
-        At least one token is left to compute, since something must be sampled from.
+        At least one token is left to compute, since something must be sampled from. Tokens are
+        copied from a last block only if the pool has room for both, the source and the copy.
         """
         most = (request.num_tokens - 1) // self.block_size
         blocks = []
@@ -43,22 +57,36 @@ class KVCacheManager:
             if block is None:
                 break
             blocks.append(block)
-        return PrefixHit(blocks, len(blocks) * self.block_size)
+        num_tokens = len(blocks) * self.block_size
+        end = min(num_tokens + self.block_size, request.num_tokens - 1)
+        wanted = request.all_token_ids[num_tokens:end]
+        start = self.pool.find_start(request.hash_before(len(blocks)), wanted)
+        if start is not None:
+            tail, num_equal = start
+            hit = PrefixHit(blocks, num_tokens + num_equal, tail)
+            if self.can_admit(request, hit):
+                return hit
+        return PrefixHit(blocks, num_tokens)
 
     def can_admit(self, request: Request, hit: PrefixHit) -> bool:
         """Whether all known tokens of the request fit beside what others hold now."""
         num_new = -(-request.num_tokens // self.block_size) - len(hit.blocks)
-        return num_new + self.pool.num_free_among(hit.blocks) <= self.pool.num_free_blocks
+        held = hit.blocks if hit.tail is None else [*hit.blocks, hit.tail]
+        return num_new + self.pool.num_free_among(held) <= self.pool.num_free_blocks
 
-    def take_hit(self, request: Request, hit: PrefixHit) -> None:
+    def take_hit(self, request: Request, hit: PrefixHit, step_id: int) -> None:
         """Give the request, which holds nothing, the blocks of its cached prefix.
 
-        Touch them before anything is allocated: an allocation could evict them (B49).
+        Touch them before anything is allocated: an allocation could evict them (B49). Step
+        `step_id`, which is being planned, copies from the tail: it stays held until then.
         """
         assert not request.blocks
         self.pool.touch(hit.blocks)
         request.blocks.extend(hit.blocks)
         request.num_hashed_blocks = len(hit.blocks)
+        if hit.tail is not None:
+            self.pool.touch([hit.tail])
+            self._fence(_Fenced(step_id, [hit.tail]))
 
     def allocate(self, request: Request, num_tokens: int) -> list[KVCacheBlock] | None:
         """Let the request hold blocks for its first `num_tokens` tokens.
@@ -81,7 +109,9 @@ class KVCacheManager:
         """
         num_full = min(num_tokens // self.block_size, len(request.block_hashes))
         for i in range(request.num_hashed_blocks, num_full):
-            if self.pool.mark_pending(request.blocks[i], request.block_hashes[i], step_id):
+            if self.pool.mark_pending(
+                request.blocks[i], request.block_hashes[i], self._tokens_of(request, i), step_id
+            ):
                 self._pending.setdefault(step_id, []).append(request.blocks[i])
         request.num_hashed_blocks = max(request.num_hashed_blocks, num_full)
 
@@ -90,29 +120,50 @@ class KVCacheManager:
         for block in self._pending.pop(step_id, ()):
             if block.pending_step == step_id:
                 self.pool.publish(block)
-        while self._fenced and self._fenced[0][0] <= step_id:
-            self.pool.free_blocks(self._fenced.popleft()[1])
+        while self._fenced and self._fenced[0].step_id <= step_id:
+            self._release(self._fenced.popleft())
 
     def free(self, request: Request, last_applied_step: int) -> None:
         """Take all blocks from the request.
 
         They return to the pool at once, or when the newest step that touches them is applied.
         """
-        blocks, request.blocks = request.blocks, []
+        leaving = _Fenced(request.last_step_id, request.blocks, self._tail_of(request))
+        request.blocks = []
         request.num_hashed_blocks = 0
-        if not blocks:
+        if not leaving.blocks:
             return
         if request.last_step_id <= last_applied_step:
-            self.pool.free_blocks(blocks)
-            return
-        # Kept in order of step id, since apply_step reads from the front.
-        at = next(
-            (i for i, (step, _) in enumerate(self._fenced) if step > request.last_step_id),
-            len(self._fenced),
-        )
-        self._fenced.insert(at, (request.last_step_id, blocks))
+            self._release(leaving)
+        else:
+            self._fence(leaving)
+
+    def _tokens_of(self, request: Request, index: int, end: int | None = None) -> BlockTokens:
+        """What the request's block number `index` holds, up to position `end`."""
+        start = index * self.block_size
+        stop = start + self.block_size if end is None else end
+        return BlockTokens(request.hash_before(index), tuple(request.all_token_ids[start:stop]))
+
+    def _tail_of(self, request: Request) -> tuple[KVCacheBlock, BlockTokens] | None:
+        """The request's partly filled block, if it has one."""
+        # A step in flight may have computed a token that nobody knows: min().
+        end = min(request.num_computed_tokens, request.num_tokens)
+        if end % self.block_size == 0 or not request.blocks:
+            return None
+        index = end // self.block_size
+        return request.blocks[index], self._tokens_of(request, index, end)
+
+    def _fence(self, fenced: _Fenced) -> None:
+        """Keep in order of step id, since `apply_step` reads from the front."""
+        later = (i for i, other in enumerate(self._fenced) if other.step_id > fenced.step_id)
+        self._fenced.insert(next(later, len(self._fenced)), fenced)
+
+    def _release(self, fenced: _Fenced) -> None:
+        if fenced.tail is not None:
+            self.pool.keep_tail(*fenced.tail)
+        self.pool.free_blocks(fenced.blocks)
 
     @property
     def num_fenced_blocks(self) -> int:
-        """Blocks of ended requests that a step in flight may still touch."""
-        return sum(len(blocks) for _, blocks in self._fenced)
+        """Blocks that only a step in flight may still touch: of ended requests, and copied ones."""
+        return sum(len(fenced.blocks) for fenced in self._fenced)

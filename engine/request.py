@@ -95,17 +95,21 @@ class Request:
         """Of the first scheduled prefill; None before it."""
         self.num_external_cached_tokens = 0
 
-        self._root = root_hash(cache_salt=cache_salt)
+        self._root_hash = root_hash(cache_salt=cache_salt)
         self._block_size = block_size
         self._extend_hashes()
 
     def _extend_hashes(self) -> None:
-        extend_hashes(self.block_hashes, self._root, self.all_token_ids, self._block_size)
+        extend_hashes(self.block_hashes, self._root_hash, self.all_token_ids, self._block_size)
 
     def append_output(self, token_id: int) -> None:
         """Take a sampled token whose placeholder was counted before."""
         self.all_token_ids.append(token_id)
         self._extend_hashes()
+
+    def hash_before(self, index: int) -> BlockHash:
+        """The hash of all that stands before block number `index`."""
+        return self.block_hashes[index - 1] if index else self._root_hash
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -32,6 +32,7 @@ from interlace.engine.ports import Clock
 from interlace.engine.request import Request, RequestStatus
 from interlace.engine.request_queue import RequestQueue
 from interlace.engine.scheduler_output import (
+    BlockCopy,
     CachedRequestData,
     NewRequestData,
     SchedulerOutput,
@@ -71,6 +72,8 @@ class _Scheduled:
     new_blocks: list[KVCacheBlock]
     kind: RequestStatus
     """What the request was before: WAITING (new), PREEMPTED (resumed) or RUNNING."""
+    copied_from: KVCacheBlock | None = None
+    """The block whose content the first of `new_blocks` begins with."""
 
     @property
     def samples(self) -> bool:
@@ -241,7 +244,7 @@ class Scheduler:
                 assert len(self.running) or self._inflight, f"{request!r} can never be scheduled"
                 return
             self.waiting.remove(request)
-            self.kv_cache.take_hit(request, hit)
+            self.kv_cache.take_hit(request, hit, step_id)
             num_tokens = min(request.num_tokens - hit.num_tokens, budget)
             new_blocks = self.kv_cache.allocate(request, hit.num_tokens + num_tokens)
             assert new_blocks is not None
@@ -249,7 +252,7 @@ class Scheduler:
             request.num_computed_tokens = hit.num_tokens
             self.running.add(request)
             self._record_admission(request, hit.num_tokens, step_id)
-            self._plan(plan, request, num_tokens, new_blocks, step_id, kind)
+            self._plan(plan, request, num_tokens, new_blocks, step_id, kind, hit.tail)
             budget -= num_tokens
 
     def _plan(
@@ -260,9 +263,10 @@ class Scheduler:
         new_blocks: list[KVCacheBlock],
         step_id: int,
         kind: RequestStatus,
+        copied_from: KVCacheBlock | None = None,
     ) -> None:
         computed = request.num_computed_tokens
-        plan.append(_Scheduled(request, num_tokens, computed, new_blocks, kind))
+        plan.append(_Scheduled(request, num_tokens, computed, new_blocks, kind, copied_from))
         # From here on, later requests of this very step may share the blocks that it fills.
         self.kv_cache.hash_blocks(request, computed + num_tokens, step_id)
 
@@ -451,4 +455,9 @@ def _build_output(
         finished_req_ids=finished,
         preempted_req_ids=frozenset(r.request_id for r in preempted),
         sampling_req_ids=frozenset(item.request.request_id for item in plan if item.samples),
+        block_copies=tuple(
+            BlockCopy(item.copied_from.block_id, item.new_blocks[0].block_id)
+            for item in plan
+            if item.copied_from is not None
+        ),
     )

@@ -7,11 +7,18 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from interlace.engine.sampling_params import SamplingParams
 
 BlockIds = tuple[list[int], ...]
+
+
+class BlockCopy(NamedTuple):
+    """Copy a whole block, in every layer, before the step writes anything."""
+
+    source_block_id: int
+    target_block_id: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -60,4 +67,7 @@ class SchedulerOutput:
     """Requests that lost their blocks in this `schedule()`."""
     sampling_req_ids: frozenset[str]
     """Requests whose last known token is computed in this step, so that one is sampled."""
+    block_copies: tuple[BlockCopy, ...] = ()
+    """All are done before anything else of the step. A source holds what it held before the step;
+    no block is a target twice, or source and target."""
     kv_connector_metadata: Any = None

@@ -13,6 +13,8 @@ from collections.abc import Sequence
 
 import torch
 
+from interlace.engine.scheduler_output import BlockCopy
+
 K, V = 0, 1
 
 
@@ -83,6 +85,14 @@ class KVPages:
         `halves` is `block_id * 2 + K` or `block_id * 2 + V`, int64.
         """
         return torch.index_select(self._halves[layer], 0, halves, out=out)
+
+    def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
+        """Copy whole blocks in every layer; no block is both a source and a target."""
+        if not copies:
+            return
+        ids = torch.tensor(copies, device=self.layers[0].device)
+        for pages in self.layers:
+            pages.index_copy_(0, ids[:, 1], pages.index_select(0, ids[:, 0]))
 
     def zero_blocks(self, block_ids: Sequence[int]) -> None:
         """Zero these blocks in every layer."""

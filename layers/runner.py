@@ -37,6 +37,7 @@ class ModelRunner:
         requests = self.state.update(scheduler_output)
         if not requests:
             return ModelRunnerOutput()
+        self.pages.copy_blocks(scheduler_output.block_copies)
         counts = [scheduler_output.num_scheduled_tokens[r.req_id] for r in requests]
         chunks = [
             SequenceChunk(r.block_ids, r.num_computed_tokens, r.num_computed_tokens + n)

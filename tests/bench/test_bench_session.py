@@ -77,4 +77,4 @@ async def test_a_prompt_sent_twice_hits(alone: Prepared) -> None:
         Silent(),
         {},
     )
-    assert report.rows[0].figures["cached tokens"].samples == (96, 96)
+    assert report.rows[0].figures["cached tokens"].samples == (99, 99)

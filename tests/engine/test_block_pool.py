@@ -6,7 +6,7 @@ import pytest
 from scheduling import ManualClock
 
 from interlace.engine.block_hash import BlockHash
-from interlace.engine.block_pool import BlockPool, KVCacheBlock
+from interlace.engine.block_pool import BlockPool, BlockTokens, KVCacheBlock
 from interlace.engine.events import (
     BlockCleared,
     BlockRemoved,
@@ -21,6 +21,10 @@ def key(number: int) -> BlockHash:
     return BlockHash(number.to_bytes(32, "little"))
 
 
+def tokens(number: int) -> BlockTokens:
+    return BlockTokens(key(0), (number, number + 1))
+
+
 def make_pool(
     num_usable: int = 4, *, caching: bool = True, bus: EventBus | None = None
 ) -> BlockPool:
@@ -30,7 +34,7 @@ def make_pool(
 def take_and_publish(pool: BlockPool, *numbers: int) -> list[KVCacheBlock]:
     blocks = pool.get_new_blocks(len(numbers))
     for block, number in zip(blocks, numbers, strict=True):
-        assert pool.mark_pending(block, key(number), step_id=1)
+        assert pool.mark_pending(block, key(number), tokens(number), step_id=1)
         pool.publish(block)
     return blocks
 
@@ -132,17 +136,17 @@ def test_b61_the_map_forgets_what_the_pool_forgets() -> None:
 def test_content_is_offered_once() -> None:
     pool = make_pool()
     one, two = pool.get_new_blocks(2)
-    assert pool.mark_pending(one, key(1), 1)
-    assert not pool.mark_pending(two, key(1), 1)
+    assert pool.mark_pending(one, key(1), tokens(1), 1)
+    assert not pool.mark_pending(two, key(1), tokens(1), 1)
     assert two.block_hash is None
     with pytest.raises(AssertionError, match="has a hash already"):
-        pool.mark_pending(one, key(2), 1)
+        pool.mark_pending(one, key(2), tokens(2), 1)
 
 
 def test_without_caching_nothing_can_be_found() -> None:
     pool = make_pool(caching=False)
     (block,) = pool.get_new_blocks(1)
-    assert not pool.mark_pending(block, key(1), 1)
+    assert not pool.mark_pending(block, key(1), tokens(1), 1)
     assert pool.get_cached_block(key(1)) is None
     assert pool.num_cached_blocks == 0
 
@@ -152,10 +156,10 @@ async def test_events_tell_of_published_content_only() -> None:
     stream = bus.subscribe()
     pool = make_pool(1, bus=bus)
     (block,) = pool.get_new_blocks(1)
-    pool.mark_pending(block, key(1), 1)
+    pool.mark_pending(block, key(1), tokens(1), 1)
     pool.withdraw(block)  # never published: nothing to tell
     pool.withdraw(block)
-    pool.mark_pending(block, key(2), 2)
+    pool.mark_pending(block, key(2), tokens(2), 2)
     pool.publish(block)
     pool.free_blocks([block])
     pool.get_new_blocks(1)

@@ -384,10 +384,11 @@ def test_b83bc_256_requests_in_a_pool_for_40(depth: int, policy: SchedulingPolic
 def test_b83a_a_prompt_that_is_cached_whole(depth: int, length: int) -> None:
     stepper = Stepper(make_scheduler(block_size=16, num_blocks=8, depth=depth))
     prompt = [i % 7 for i in range(length)]
-    for expected in (0, (length - 1) // 16 * 16, (length - 1) // 16 * 16):
+    for expected in (0, length - 1, length - 1):
         request = stepper.add(prompt, max_tokens=4)
         first = launched(stepper)
         assert first.num_scheduled_tokens[request.request_id] == length - expected >= 1
+        assert len(first.block_copies) == (expected % 16 > 0)
         stepper.run()
         assert request.num_local_cached_tokens == expected
         assert stepper.outputs[request.request_id] == answer(prompt, 4)
@@ -513,7 +514,7 @@ async def test_stored_is_told_once_for_each_block_of_prompt_and_answer(depth: in
     assert len(stored) == len(set(stored)) == (3 + 11 - 1) // 4
     again = stepper.add(request.all_token_ids, max_tokens=1)
     stepper.run()
-    assert again.num_local_cached_tokens == 12
+    assert again.num_local_cached_tokens == 13, "12 in full blocks, one copied"
     assert_right(stepper, [again])
 
 

@@ -107,7 +107,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         pool = scheduler.kv_cache.pool
         held: dict[int, int] = {}
         for blocks in [r.blocks for r in self.requests] + [
-            blocks for _, blocks in scheduler.kv_cache._fenced
+            fenced.blocks for fenced in scheduler.kv_cache._fenced
         ]:
             for block in blocks:
                 held[block.block_id] = held.get(block.block_id, 0) + 1
@@ -115,7 +115,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert block.ref_count == held.get(block.block_id, 0)  # I1
             assert (block.block_id in pool._free) == (block.ref_count == 0)  # I2
             if block.ref_count > 1:
-                assert block.block_hash is not None, "only hashed blocks are shared"
+                assert block.tokens is not None, "only known content is shared or copied"
         assert set(pool._by_hash.values()) == {b for b in pool.blocks if b.block_hash is not None}
         assert pool.num_cached_blocks <= pool.num_usable_blocks  # B61
 

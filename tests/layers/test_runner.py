@@ -12,6 +12,7 @@ from tiny_model import VOCAB_SIZE, plain_answer, plain_logits, tiny_model
 from interlace.engine.outputs import ModelRunnerOutput
 from interlace.engine.sampling_params import SamplingParams
 from interlace.engine.scheduler_output import (
+    BlockCopy,
     CachedRequestData,
     NewRequestData,
     SchedulerOutput,
@@ -44,18 +45,27 @@ class Driver:
         self.prompt = tuple(prompt)
         self.num_steps = 0
 
-    def first(self, num_tokens: int, *, start: int = 0) -> ModelRunnerOutput:
-        """Begin at `start`, with blocks 7, 8, ... for everything."""
+    def first(
+        self, num_tokens: int, *, start: int = 0, copies: tuple[BlockCopy, ...] = ()
+    ) -> ModelRunnerOutput:
+        """Begin at `start`, with blocks 7, 8, ... or the copies' targets for everything."""
         blocks = list(range(7, 20))
+        for copy in copies:
+            blocks[copy.source_block_id - 7] = copy.target_block_id
         new = NewRequestData("r", self.prompt, GREEDY, 0, (blocks,), start)
-        return self._send([new], CachedRequestData(), start, num_tokens)
+        return self._send([new], CachedRequestData(), start, num_tokens, copies)
 
     def more(self, start: int, num_tokens: int) -> ModelRunnerOutput:
         cached = CachedRequestData(req_ids=["r"], new_block_ids=[None], num_computed_tokens=[start])
         return self._send([], cached, start, num_tokens)
 
     def _send(
-        self, new: list[NewRequestData], cached: CachedRequestData, start: int, num_tokens: int
+        self,
+        new: list[NewRequestData],
+        cached: CachedRequestData,
+        start: int,
+        num_tokens: int,
+        copies: tuple[BlockCopy, ...] = (),
     ) -> ModelRunnerOutput:
         self.num_steps += 1
         samples = start + num_tokens >= len(self.prompt)
@@ -69,6 +79,7 @@ class Driver:
                 finished_req_ids=frozenset(),
                 preempted_req_ids=frozenset(),
                 sampling_req_ids=frozenset({"r"} if samples else ()),
+                block_copies=copies,
             )
         )
 
@@ -108,6 +119,23 @@ def test_a_prefix_that_lies_on_the_device_gives_the_bits_of_the_run_that_compute
     # Another request whose first two blocks are there already, scheduled in the same way.
     hit = driver.first(5, start=8)
     assert hit.logprobs == computed.logprobs  # I13
+
+
+@pytest.mark.parametrize("num_copied", [1, 3])
+def test_a_copied_block_is_as_good_as_the_block(num_copied: int) -> None:
+    driver = Driver(_prompt(13))
+    driver.first(4 + num_copied)
+    computed = driver.more(4 + num_copied, 9 - num_copied)
+    # What the step computes goes to the copy: the source keeps its own last tokens.
+    before = [pages[8].clone() for pages in driver.pages.layers]
+    for pages in driver.pages.layers:
+        pages[9:] = math.nan
+    copied = driver.first(9 - num_copied, start=4 + num_copied, copies=(BlockCopy(8, 3),))
+    assert copied.logprobs == computed.logprobs  # I13, I14
+    assert all(
+        torch.equal(pages[8], old) for pages, old in zip(driver.pages.layers, before, strict=True)
+    )
+    assert all(torch.equal(pages[3], pages[8]) for pages in driver.pages.layers)
 
 
 def test_logprobs_are_those_of_the_plain_logits() -> None:

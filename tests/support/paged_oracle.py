@@ -55,6 +55,9 @@ class PagedOracleRunner:
     def execute(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
         requests = self.state.update(scheduler_output)
         counts = scheduler_output.num_scheduled_tokens
+        for source, target in scheduler_output.block_copies:
+            for offset in range(self.block_size):
+                self.pages[target, offset] = self.pages.get((source, offset), PAINT)
         # All writes of a step come before its reads, as in a layer of the real runner.
         for request in requests:
             assert counts[request.req_id] >= 1, "a step computes at least one token of a request"
