@@ -23,8 +23,7 @@ DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 class KVTransferConfig(Options):
     """Which KV connector to use and how (vLLM's `KVTransferConfig`).
 
-    This version of Interlace has the type but no connector yet: an engine that is given a
-    `kv_connector` refuses to start.
+    Fields that only some connectors read are kept for them as they are.
     """
 
     kv_connector: str | None = None
@@ -32,9 +31,21 @@ class KVTransferConfig(Options):
     kv_role: KVRole | None = None
     """Mandatory as soon as `kv_connector` is set."""
     kv_connector_module_path: str | None = None
+    """Module to import the class from; wins over the registry."""
     kv_connector_extra_config: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """Options of the connector's own."""
     kv_load_failure_policy: Literal["fail", "recompute"] = "fail"
+    """What becomes of a request whose KV could not be loaded: it ends with an error, or the lost
+    part is computed."""
     engine_id: str = dataclasses.field(default_factory=lambda: str(uuid.uuid4()))
+    kv_buffer_device: str = "cpu"
+    kv_buffer_size: float = 1e9
+    """Bytes."""
+    kv_rank: int | None = None
+    kv_parallel_size: int = 1
+    kv_ip: str = "127.0.0.1"
+    kv_port: int = 14579
+    enable_permute_local_kv: bool = False
 
     def __post_init__(self) -> None:
         self.require_choice("kv_role", (None, "kv_producer", "kv_consumer", "kv_both"))
@@ -43,6 +54,33 @@ class KVTransferConfig(Options):
             self.kv_connector is None or self.kv_role is not None,
             "kv_connector needs a kv_role: kv_producer, kv_consumer or kv_both.",
         )
+        self.require(
+            self.kv_connector_module_path != "",
+            "kv_connector_module_path must name a module; leave it out for a registered connector.",
+        )
+        self.require(
+            isinstance(self.kv_connector_extra_config, Mapping),
+            "kv_connector_extra_config must be a mapping.",
+        )
+
+    @property
+    def is_kv_transfer_instance(self) -> bool:
+        """Whether there is a connector at all."""
+        return self.kv_connector is not None
+
+    @property
+    def is_kv_producer(self) -> bool:
+        """Whether this engine saves KV for others."""
+        return self.is_kv_transfer_instance and self.kv_role in ("kv_producer", "kv_both")
+
+    @property
+    def is_kv_consumer(self) -> bool:
+        """Whether this engine loads KV of others."""
+        return self.is_kv_transfer_instance and self.kv_role in ("kv_consumer", "kv_both")
+
+    def get_from_extra_config(self, key: str, default: Any) -> Any:
+        """One of the connector's own options."""
+        return self.kv_connector_extra_config.get(key, default)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -55,6 +93,20 @@ class ModelConfig:
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     seed: int
+    model_identity: str = ""
+    """Hex digest of the normalised configuration and all weights: models whose digests are equal
+    compute equal KV. Only known where a KV connector is used, since it reads all weights once."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ParallelConfig:
+    """One process, one device: for connectors that ask."""
+
+    rank: int = 0
+    world_size: int = 1
+    tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
+    data_parallel_rank: int = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -124,8 +176,11 @@ class EngineConfig(Options):
     skip_tokenizer_init: bool = False
     """Token ids in and out only."""
     kv_transfer_config: KVTransferConfig | None = None
+    """Which KV connector to use; None is none."""
     seed: int = 0
     """Of requests that sample without a seed of their own."""
+    model_config: ModelConfig | None = dataclasses.field(default=None, init=False)
+    """The loaded model; set in a resolved configuration."""
 
     def __post_init__(self) -> None:
         self.require(
@@ -172,14 +227,17 @@ class EngineConfig(Options):
             ktc is None or isinstance(ktc, KVTransferConfig),
             f"kv_transfer_config must be a KVTransferConfig, not {type(ktc).__name__}.",
         )
-        self.require(
-            ktc is None or ktc.kv_connector is None,
-            "this version has no KV connectors yet; leave kv_transfer_config out.",
-        )
 
-    def resolved(self, **decided: Any) -> EngineConfig:
+    def resolved(self, model_config: ModelConfig | None = None, **decided: Any) -> EngineConfig:
         """A copy with what the model and the machine decided filled in."""
-        return dataclasses.replace(self, **decided)
+        copy = dataclasses.replace(self, **decided)
+        object.__setattr__(copy, "model_config", model_config)  # frozen for everyone else
+        return copy
+
+    @property
+    def parallel_config(self) -> ParallelConfig:
+        """Ranks and sizes: one of each."""
+        return ParallelConfig()
 
     def _decided(self, name: str) -> int:
         value = getattr(self, name)

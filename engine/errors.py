@@ -5,6 +5,7 @@ InterlaceError
 ├── RequestError (ValueError)       one request is wrong; the engine and all others go on
 │   ├── PromptError                 empty, too long, or with token ids the model does not have
 │   └── SamplingError               a sampling field is unknown or out of range
+├── ConnectorError                  a KV connector broke the protocol, or one of its hooks raised
 ├── ModelError                      a model cannot be found, read, or is of an unsupported kind
 ├── EngineBusyError                 the waiting queue is full: retry later
 └── EngineDeadError                 the step loop has ended: sticky, every caller gets it at once
@@ -37,6 +38,13 @@ class SamplingError(RequestError):
 
 class ModelError(InterlaceError):
     """A model or tokenizer cannot be found, fetched, read, or is not supported."""
+
+
+class ConnectorError(InterlaceError):
+    """A KV connector answered what the protocol forbids, or one of its hooks raised.
+
+    The message names the connector, the hook and the rule. Mend the connector.
+    """
 
 
 class EngineBusyError(InterlaceError):

@@ -9,6 +9,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from interlace.engine.kv_connector import KVConnectorOutput
+
 FinishReason = Literal["stop", "length", "abort", "error"]
 
 
@@ -108,3 +110,5 @@ class ModelRunnerOutput:
     """Request id -> one record per sampled token, for requests that asked."""
     request_errors: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Request id -> why sampling with its parameters failed; that request alone ends."""
+    kv_connector_output: KVConnectorOutput | None = None
+    """What the KV connector reports with this step; None if it has nothing to say."""

@@ -1,16 +1,24 @@
-"""What the engine asks of the world outside it, as Protocols: a step runner, a clock, progress.
-
-The connector's two sides join this file with the connector seam.
+"""What the engine asks of the world outside it, as Protocols: a step runner, both sides of a KV
+connector, a clock, progress.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
+from interlace.engine.kv_connector import (
+    KVCacheBlocks,
+    KVConnectorMetadata,
+    KVConnectorOutput,
+    KVConnectorWorkerMetadata,
+)
 from interlace.engine.outputs import ModelRunnerOutput
 from interlace.engine.scheduler_output import SchedulerOutput
+
+if TYPE_CHECKING:
+    from interlace.engine.request import Request
 
 
 class StepRunner(Protocol):
@@ -44,4 +52,104 @@ class Progress(Protocol):
         `total` is in whatever unit the callable is called with; None if it is not known. Either
         may raise to end the work; long work calls often, with 0 if there is no news.
         """
+        ...
+
+
+class SchedulerConnector(Protocol):
+    """The scheduler side of a KV connector: `KVConnectorBase_V1` in the role SCHEDULER.
+
+    Every call comes from the event loop's thread and must return at once, without file I/O. See
+    the base class for each method's contract.
+    """
+
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        """Tokens the connector can bring beyond the computed ones (None: ask again), and whether
+        asynchronously."""
+        ...
+
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
+        """The request has its blocks; the connector is to fill `num_external_tokens` of them."""
+        ...
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        """What the worker side needs for this step."""
+        ...
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        """What the worker side reported with a step."""
+        ...
+
+    def request_finished(
+        self, request: Request, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """The request ended: whether its blocks must stay, and parameters for its caller."""
+        ...
+
+    def shutdown(self) -> None:
+        """Release what the connector holds; called once."""
+        ...
+
+
+class WorkerConnector(Protocol):
+    """The worker side of a KV connector: `KVConnectorBase_V1` in the role WORKER.
+
+    Every call comes from the device thread. Tensors are torch's. See the base class.
+    """
+
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        """Layer name -> its pages. Once, before the first step."""
+        ...
+
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        """Finish reading blocks that this step hands on. Before anything else of the step."""
+        ...
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        """The step's metadata, before its other hooks."""
+        ...
+
+    def clear_connector_metadata(self) -> None:
+        """The step is over."""
+        ...
+
+    def has_connector_metadata(self) -> bool:
+        """Whether metadata is bound, so that the layer hooks are called."""
+        ...
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """Begin the step's loads."""
+        ...
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Return when the layer's KV may be read."""
+        ...
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any
+    ) -> None:
+        """The layer's new KV has been written."""
+        ...
+
+    def wait_for_save(self) -> None:
+        """Return when the step's pages may be overwritten."""
+        ...
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        """Ids whose (saves, loads) have ended since the last call."""
+        ...
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Blocks that a load promised and did not fill."""
+        ...
+
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        """What the scheduler side should know of this step."""
+        ...
+
+    def shutdown(self) -> None:
+        """Release what the connector holds; called once."""
         ...

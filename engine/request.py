@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
+from typing import Any
 
 from interlace.engine.block_hash import BlockHash, extend_hashes, root_hash
 from interlace.engine.block_pool import KVCacheBlock
@@ -65,10 +66,12 @@ class Request:
         block_size: int,
         priority: int = 0,
         cache_salt: str | None = None,
+        kv_transfer_params: dict[str, Any] | None = None,
     ) -> None:
         """Hashes the prompt's full blocks: build it off the event loop for a long prompt.
 
         `arrival` counts requests in the order of their submission and breaks ties.
+        `kv_transfer_params` is the KV connector's to read and change.
         """
         self.request_id = request_id
         self.prompt_token_ids = tuple(prompt_token_ids)
@@ -76,6 +79,8 @@ class Request:
         self.seed = seed
         self.arrival = arrival
         self.priority = priority
+        self.cache_salt = cache_salt
+        self.kv_transfer_params = kv_transfer_params
         self.status = RequestStatus.WAITING
         self.stop_reason: str | int | None = None
         self.error: str | None = None

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from interlace.engine.config import EngineConfig, KVTransferConfig
+from interlace.engine.config import EngineConfig, KVRole, KVTransferConfig
 from interlace.engine.errors import ConfigError
 
 BAD: list[tuple[dict[str, Any], str]] = [
@@ -44,11 +44,23 @@ def test_what_cannot_be_honoured_is_refused(fields: dict[str, Any], message: str
         EngineConfig(**fields)
 
 
-def test_a_connector_is_refused_until_there_are_any() -> None:
-    transfer = KVTransferConfig(kv_connector="ExampleConnector", kv_role="kv_both")
-    with pytest.raises(ConfigError, match="no KV connectors yet"):
-        EngineConfig(kv_transfer_config=transfer)
-    assert EngineConfig(kv_transfer_config=KVTransferConfig()).kv_transfer_config is not None
+@pytest.mark.parametrize(
+    ("role", "produces", "consumes"),
+    [("kv_producer", True, False), ("kv_consumer", False, True), ("kv_both", True, True)],
+)
+def test_roles(role: KVRole, produces: bool, consumes: bool) -> None:
+    transfer = KVTransferConfig(
+        kv_connector="X", kv_role=role, kv_connector_extra_config={"answer": 42}
+    )
+    assert EngineConfig(kv_transfer_config=transfer).kv_transfer_config is transfer
+    assert transfer.is_kv_transfer_instance
+    assert (transfer.is_kv_producer, transfer.is_kv_consumer) == (produces, consumes)
+    assert transfer.get_from_extra_config("answer", 0) == 42
+    assert transfer.get_from_extra_config("question", "?") == "?"
+    nobody = KVTransferConfig()
+    assert not nobody.is_kv_transfer_instance
+    assert not nobody.is_kv_producer
+    assert not nobody.is_kv_consumer
 
 
 @pytest.mark.parametrize(

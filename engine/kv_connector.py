@@ -1,0 +1,123 @@
+"""The KV-connector protocol's plain types: roles, metadata, outputs, block tables.
+
+Names and fields are vLLM's (V1 protocol). The connector's base class is in `interlace.connectors`;
+what the engine calls on it stands in `interlace.engine.ports`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Self
+
+if TYPE_CHECKING:
+    from interlace.engine.block_pool import KVCacheBlock
+
+
+class KVConnectorRole(enum.Enum):
+    """Each role has an instance of its own; they share no memory but what metadata carries."""
+
+    SCHEDULER = 0
+    """On the event loop, beside the scheduler."""
+    WORKER = 1
+    """On the device thread, beside the runner."""
+
+
+class KVConnectorMetadata(ABC):  # noqa: B024 - a marker: each connector has fields of its own
+    """What a connector's scheduler side tells its worker side, once a step."""
+
+
+class KVConnectorHandshakeMetadata(ABC):  # noqa: B024 - a marker, as above
+    """What a connector's worker side tells its scheduler side, once at the start."""
+
+
+class KVConnectorWorkerMetadata(ABC):
+    """What a connector's worker side tells its scheduler side with a step's output."""
+
+    @abstractmethod
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
+        """What two ranks said of the same step, as one."""
+
+
+@dataclasses.dataclass(slots=True)
+class KVConnectorOutput:
+    """What the worker side of a connector reports with one step."""
+
+    finished_sending: set[str] | None = None
+    """Ids of ended requests whose blocks are no longer read."""
+    finished_recving: set[str] | None = None
+    """Ids of requests whose asynchronous load has ended, well or badly."""
+    kv_connector_stats: Any = None
+    kv_cache_events: Any = None
+    kv_connector_worker_meta: KVConnectorWorkerMetadata | None = None
+    invalid_block_ids: set[int] = dataclasses.field(default_factory=set)
+    """Blocks that a load promised and did not fill."""
+    expected_finished_count: int = 0
+    """How many ranks report each id from now on; 0 keeps what was said before."""
+
+    def is_empty(self) -> bool:
+        """Whether nothing is reported."""
+        return not (
+            self.finished_sending
+            or self.finished_recving
+            or self.kv_connector_stats
+            or self.kv_cache_events
+            or self.kv_connector_worker_meta is not None
+            or self.invalid_block_ids
+        )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class KVCacheBlocks:
+    """All blocks of one request, in order of position: one sequence per KV-cache group."""
+
+    blocks: tuple[Sequence[KVCacheBlock], ...]
+
+    def get_block_ids(self) -> tuple[list[int], ...]:
+        """Their ids, per group."""
+        return tuple([block.block_id for block in group] for group in self.blocks)
+
+    def get_unhashed_block_ids(self) -> list[int]:
+        """Ids of the blocks without a hash, of the one group.
+
+        Those that an asynchronous load has to fill; what a synchronous one fills has a hash.
+        """
+        (group,) = self.blocks
+        return [block.block_id for block in group if block.block_hash is None]
+
+    def new_empty(self) -> Self:
+        """As many groups, and no blocks."""
+        return type(self)(tuple(() for _ in self.blocks))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class FullAttentionSpec:
+    """The KV of one layer whose tokens see all tokens before them."""
+
+    block_size: int
+    """Tokens per block."""
+    num_kv_heads: int
+    head_size: int
+    dtype: Any
+    """A `torch.dtype`."""
+    page_size_bytes: int
+    """Bytes of one block of one layer, K and V together."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class KVCacheGroupSpec:
+    """Layers that share one block table."""
+
+    layer_names: tuple[str, ...]
+    kv_cache_spec: FullAttentionSpec
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class KVCacheConfig:
+    """How the KV cache lies on the device: the third argument of a connector's constructor."""
+
+    num_blocks: int
+    """The null block included."""
+    kv_cache_groups: tuple[KVCacheGroupSpec, ...]

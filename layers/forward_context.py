@@ -1,0 +1,79 @@
+"""What a KV connector sees of one forward: every layer's pages, and the step's attention metadata.
+
+Names and fields are vLLM's, so that connectors written for it find what they look for. Device
+thread; an instance belongs to one step.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+
+from interlace.layers.attention import SequenceChunk
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class AttentionLayer:
+    """One attention layer as connectors know it."""
+
+    layer_name: str
+    """`model.layers.{i}.self_attn.attn`."""
+    kv_cache: torch.Tensor
+    """Its pages: [num_blocks, 2, block_size, num_kv_heads, head_dim]."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TritonAttentionMetadata:
+    """Where the step's tokens lie (vLLM's fields of that name). T tokens of B requests."""
+
+    num_actual_tokens: int
+    """T."""
+    max_query_len: int
+    query_start_loc: torch.Tensor
+    """int32 [B + 1]: where each request's tokens begin in the batch."""
+    max_seq_len: int
+    seq_lens: torch.Tensor
+    """int32 [B]: tokens of each request when the step ends."""
+    block_table: torch.Tensor
+    """int32 [B, most blocks of any]: padded with the null block, 0."""
+    slot_mapping: torch.Tensor
+    """int64 [T]: `block_id * block_size + offset` of each token."""
+
+    @classmethod
+    def of(
+        cls, chunks: Sequence[SequenceChunk], slots: torch.Tensor, block_size: int
+    ) -> TritonAttentionMetadata:
+        """Of a step's chunks, in batch order, whose tokens go to `slots`."""
+        counts = [chunk.end - chunk.start for chunk in chunks]
+        ends = [chunk.end for chunk in chunks]
+        table = np.zeros((len(chunks), -(-max(ends) // block_size)), dtype=np.int32)
+        for row, chunk in zip(table, chunks, strict=True):
+            used = chunk.block_ids[: -(-chunk.end // block_size)]
+            row[: len(used)] = used
+        return cls(
+            num_actual_tokens=sum(counts),
+            max_query_len=max(counts),
+            query_start_loc=torch.tensor([0, *np.cumsum(counts)], dtype=torch.int32),
+            max_seq_len=max(ends),
+            seq_lens=torch.tensor(ends, dtype=torch.int32),
+            block_table=torch.from_numpy(table),
+            slot_mapping=slots,
+        )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ForwardContext:
+    """The first argument of `start_load_kv`."""
+
+    no_compile_layers: Mapping[str, AttentionLayer]
+    """Layer name -> layer, in order of depth."""
+    attn_metadata: Mapping[str, TritonAttentionMetadata] | None
+    """Layer name -> the step's metadata; None in a step without tokens."""
+
+
+def layer_name(index: int) -> str:
+    """The name by which connectors know layer `index`, counted from 0."""
+    return f"model.layers.{index}.self_attn.attn"
