@@ -1,0 +1,356 @@
+"""The base class of every KV connector: vLLM 0.20.2's names, signatures and defaults.
+
+An engine makes two instances of one class. The one in the role SCHEDULER is called on the event
+loop, the one in the role WORKER on the device thread; what passes between them is metadata and
+outputs. Scheduler-side methods must return at once: no file I/O, no waiting. When a method
+breaks its contract or raises, the error belongs to one request if the method was called for that
+request alone and nothing else depends on it (`get_num_new_matched_tokens`, `request_finished`);
+all else ends the engine with a `ConnectorError` that names the connector and the method.
+"""
+
+from __future__ import annotations
+
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, Literal
+
+from interlace.engine.config import EngineConfig
+from interlace.engine.errors import ConfigError, ConnectorError
+from interlace.engine.kv_connector import (
+    KVCacheBlocks,
+    KVCacheConfig,
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorOutput,
+    KVConnectorRole,
+    KVConnectorWorkerMetadata,
+)
+from interlace.engine.request import Request
+from interlace.engine.scheduler_output import SchedulerOutput
+
+if TYPE_CHECKING:
+    import torch
+
+    from interlace.layers.forward_context import ForwardContext
+
+__all__ = [
+    "CopyBlocksOp",
+    "KVCacheBlocks",
+    "KVCacheConfig",
+    "KVConnectorBase_V1",
+    "KVConnectorHandshakeMetadata",
+    "KVConnectorMetadata",
+    "KVConnectorOutput",
+    "KVConnectorRole",
+    "KVConnectorWorkerMetadata",
+    "SupportsHMA",
+    "supports_hma",
+]
+
+logger = logging.getLogger(__name__)
+
+CopyBlocksOp = Callable[
+    [
+        "dict[str, torch.Tensor]",
+        "dict[str, torch.Tensor]",
+        list[int],
+        list[int],
+        Literal["h2d", "d2h"],
+    ],
+    None,
+]
+"""(source caches, target caches, source block ids, target block ids, direction)."""
+
+
+class SupportsHMA(ABC):
+    """Mix-in of connectors that know several KV-cache groups."""
+
+    @abstractmethod
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """As `request_finished`, which it replaces, with one list of block ids per group."""
+
+
+def supports_hma(connector: object) -> bool:
+    """Whether `connector`, a class or an instance, knows several KV-cache groups."""
+    if isinstance(connector, type):
+        return issubclass(connector, SupportsHMA)
+    return isinstance(connector, SupportsHMA)
+
+
+class KVConnectorBase_V1(ABC):  # noqa: N801 - the protocol's name
+    """Brings KV from elsewhere and takes it there. See the module's docstring."""
+
+    def __init__(
+        self,
+        vllm_config: EngineConfig,
+        role: KVConnectorRole,
+        kv_cache_config: KVCacheConfig | None = None,
+    ) -> None:
+        """Called once per role before the first step: SCHEDULER on the loop's thread, WORKER on
+        the device's.
+
+        `vllm_config` is resolved: all of its parts can be read. Raises: `ConfigError` if it has
+        no `kv_transfer_config`.
+        """
+        if vllm_config.kv_transfer_config is None:
+            raise ConfigError(
+                f"{type(self).__name__} needs a configuration with a kv_transfer_config: pass"
+                " EngineConfig(kv_transfer_config=KVTransferConfig(...))."
+            )
+        if kv_cache_config is None:
+            logger.warning(
+                "%s was made without a kv_cache_config: it cannot know how the KV cache lies."
+                " Pass the constructor's third argument on to KVConnectorBase_V1.",
+                type(self).__name__,
+            )
+        self._connector_metadata: KVConnectorMetadata | None = None
+        self._vllm_config = vllm_config
+        self._kv_transfer_config = vllm_config.kv_transfer_config
+        self._kv_cache_config = kv_cache_config
+        self._role = role
+
+    @property
+    def role(self) -> KVConnectorRole:
+        """Which side this instance is."""
+        return self._role
+
+    @property
+    def prefer_cross_layer_blocks(self) -> bool:
+        """Whether one tensor with all layers would be preferred. Interlace has one per layer and
+        always calls `register_kv_caches`."""
+        return False
+
+    # ---------------------------------------------------------------- worker side, once
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:  # noqa: B027
+        """Layer name -> its pages [num_blocks, 2, block_size, num_kv_heads, head_dim].
+
+        Device thread, once, before the first step. The tensors stay the engine's: a connector
+        writes only into blocks that it was told to fill, and only while it may.
+        """
+
+    def register_cross_layers_kv_cache(  # noqa: B027
+        self, kv_cache: torch.Tensor, attn_backend: type[Any]
+    ) -> None:
+        """One tensor with all layers, in place of `register_kv_caches`; never both."""
+
+    def set_host_xfer_buffer_ops(self, copy_operation: CopyBlocksOp) -> None:  # noqa: B027
+        """How to copy blocks between host and device; device thread, once, after registering."""
+
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+        """What the scheduler side is to know of this worker; once, after registering."""
+        return None
+
+    # ---------------------------------------------------------------- worker side, every step
+    # In this order. All on the device thread.
+
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:  # noqa: B027
+        """Finish or cancel every read of blocks that this step hands on, before returning.
+
+        First of all in every step, also in one without tokens. A read that goes on sees another
+        request's KV and files it under a hash that it does not have.
+        """
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        """The step's metadata, before its other hooks. An override calls super."""
+        self._connector_metadata = connector_metadata
+
+    def has_connector_metadata(self) -> bool:
+        """Whether metadata is bound. The layer hooks are only called while it is."""
+        return self._connector_metadata is not None
+
+    def _get_connector_metadata(self) -> KVConnectorMetadata:
+        """What is bound. Raises: `ConnectorError` outside of a step."""
+        if self._connector_metadata is None:
+            raise ConnectorError(
+                f"{type(self).__name__} asked for its metadata outside of a step: it is bound"
+                " between bind_connector_metadata and clear_connector_metadata."
+            )
+        return self._connector_metadata
+
+    @abstractmethod
+    def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
+        """Begin the step's loads.
+
+        Synchronous ones are complete, layer by layer, when `wait_for_layer_load` returns.
+        Asynchronous ones must not make this wait: it would hold up every request of the step. In
+        a step without tokens `forward_context.attn_metadata` is None.
+        """
+
+    @abstractmethod
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Return when the layer's synchronously loaded KV is in its pages.
+
+        Before each layer writes its new K and V and attends. Returning early lets the layer read
+        what is not there; what failed is to be reported by `get_block_ids_with_load_errors`.
+        """
+
+    @abstractmethod
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
+    ) -> None:
+        """The layer's new K and V have been written to its pages `kv_layer`.
+
+        After each layer's attention. The copy may go on until `wait_for_save`. What is saved must
+        not be served before the scheduler side knows that the step was applied and that no block
+        beneath was bad.
+        """
+
+    @abstractmethod
+    def wait_for_save(self) -> None:
+        """Return when the step's pages may be overwritten.
+
+        After the forward; not called in a step without tokens. Pages that are read after this
+        returns may hold another request's KV, unless `handle_preemptions` and a held
+        `request_finished` fence the read.
+        """
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        """Ids whose (saves, loads) have ended since the last call, each of them once.
+
+        In every step. `finished_req_ids` are requests that ended since the step before; each is
+        passed once. Sending: only ids that were passed here, now or before, and whose
+        `request_finished` returned True; their blocks return to the pool. Receiving: every
+        asynchronous load, whether it went well or badly, and also if its request was aborted
+        meanwhile. Until it is reported, the request waits and its blocks stay; reported early, it
+        computes on what is not there.
+        """
+        return None, None
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Blocks that a load promised and did not fill.
+
+        In every step, after `get_finished`. Of a synchronous load in that very step; of an
+        asynchronous one at the latest in the step that lists its request as received. A block
+        that is not reported counts as filled, and everyone with that prefix is served from it.
+        """
+        return set()
+
+    def get_kv_connector_stats(self) -> Any:
+        """Statistics since the last call, or None; also asked of the scheduler side."""
+        return None
+
+    def get_kv_connector_kv_cache_events(self) -> Any:
+        """Cache events since the last call, or None."""
+        return None
+
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        """What the scheduler side should know of this step; the last question of a step."""
+        return None
+
+    def clear_connector_metadata(self) -> None:
+        """The step is over, also if it failed. An override calls super."""
+        self._connector_metadata = None
+
+    # ---------------------------------------------------------------- scheduler side
+    # All on the event loop, while it plans or applies a step.
+
+    @abstractmethod
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        """How many tokens beyond the computed ones can be brought, and whether asynchronously.
+
+        Whenever a request without blocks is considered, so any number of times: it must change
+        nothing. `num_computed_tokens` is what the local prefix cache holds. None means "not known
+        yet, ask in the next step". The count is from 0 to all that the request lacks; if it is
+        all, the engine computes the last token again. "Asynchronously" needs a count above 0.
+        Any other answer, or an exception, ends this request with an error.
+        """
+
+    @abstractmethod
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
+        """The request was admitted and holds `blocks`: all of its blocks, not only new ones.
+
+        The connector is to fill the blocks of `num_external_tokens` tokens after the computed
+        ones; 0 is common. After an asynchronous load it is called again, with 0. An answer to the
+        match query that is not followed by this call is void. An exception ends the engine:
+        nobody knows then what will be written where.
+        """
+
+    @abstractmethod
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        """What the worker side needs for this step, at the end of every `schedule()`.
+
+        Must not change `scheduler_output`, nor return None. `request.num_computed_tokens` does
+        not count this step yet. An exception ends the engine.
+        """
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:  # noqa: B027
+        """What the worker side reported with a step that is being applied.
+
+        Only if it reported anything; before the finished ids in it take effect, and after
+        requests that end with the step were finished. An exception ends the engine.
+        """
+
+    def request_finished(
+        self, request: Request, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """The request ended: whether its blocks must stay, and `kv_transfer_params` for its caller.
+
+        Once per request, before its blocks are freed; `block_ids` is empty if it never held any.
+        True keeps them until `get_finished` reports the id as sent: never reported, never free.
+        After an exception the blocks are freed and the caller gets no parameters.
+        """
+        return False, None
+
+    def take_events(self) -> Iterable[Any]:
+        """Cache events since the last call; whenever a step was applied."""
+        return ()
+
+    def get_finished_count(self) -> int | None:
+        """How many workers report each id, once at the start; None means all."""
+        return None
+
+    def set_xfer_handshake_metadata(  # noqa: B027
+        self, metadata: dict[int, KVConnectorHandshakeMetadata]
+    ) -> None:
+        """Rank -> what `get_handshake_metadata` returned there, once at the start."""
+
+    def reset_cache(self) -> bool | None:
+        """Forget all stored KV. Only an explicit False counts as failure."""
+        return None
+
+    # ---------------------------------------------------------------- both sides
+
+    def shutdown(self) -> None:  # noqa: B027
+        """Release what the connector holds: once per instance, on its own thread, after all
+        steps."""
+
+    # ---------------------------------------------------------------- of the class
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: EngineConfig) -> str | None:
+        """The layout of pages that the connector needs, or None if it takes any.
+
+        Raises: `TypeError` on the base class, which needs none and has no say.
+        """
+        if cls is KVConnectorBase_V1:
+            raise TypeError("ask the connector's own class, not KVConnectorBase_V1, for its layout")
+        return None
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """Whether the layer hooks must run, so that a step is never one whole device graph."""
+        return False
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> Any:
+        """A statistics object of this connector's kind, or None if it has none."""
+        return None
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: EngineConfig,
+        metric_types: Mapping[type[Any], type[Any]],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> Any:
+        """A Prometheus exporter of those statistics, or None if there is none."""
+        return None
