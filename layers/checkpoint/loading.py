@@ -13,7 +13,7 @@ from interlace.engine.errors import ConfigError, ModelError
 from interlace.engine.ports import Progress
 from interlace.engine.tokenizer import Tokenizer
 from interlace.layers.architecture import Architecture
-from interlace.layers.checkpoint.checkpoint import Checkpoint
+from interlace.layers.checkpoint.checkpoint import Checkpoint, WeightOrigin
 from interlace.layers.checkpoint.resolve import open_checkpoint
 from interlace.layers.decoder import Decoder
 
@@ -33,6 +33,8 @@ class LoadedModel:
     """Most tokens of one sequence."""
     weights: Mapping[str, torch.Tensor]
     """What the decoder computes with, by the names of `weight_shapes`; shared, not a copy."""
+    weight_origin: WeightOrigin = dataclasses.field(default_factory=WeightOrigin)
+    """Where the weights come from, so that `model_identity` need not read them all."""
 
 
 def load_checkpoint(
@@ -59,6 +61,7 @@ def load_checkpoint(
     length = _model_len(checkpoint.architecture, max_model_len)
     checkpoint.architecture.check_window(length)
     text = None if skip_tokenizer else _tokenizer(checkpoint, tokenizer)
+    origin = checkpoint.weight_origin()
     weights = checkpoint.read_weights(_dtype(dtype, target), target, progress)
     vocab_size = checkpoint.architecture.vocab_size
     ends = (*checkpoint.eos_token_ids, *(text.eos_token_ids if text else ()))
@@ -70,6 +73,7 @@ def load_checkpoint(
         eos_token_ids=tuple(i for i in dict.fromkeys(ends) if i < vocab_size),
         max_model_len=length,
         weights=weights,
+        weight_origin=origin if checkpoint.weight_origin() == origin else WeightOrigin(),
     )
 
 
