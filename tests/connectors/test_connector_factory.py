@@ -1,0 +1,211 @@
+"""The factory: registered classes, classes of one's own, and every way in which that can fail."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from interlace.connectors.base import KVConnectorBase_V1
+from interlace.connectors.factory import KVConnectorFactory
+from interlace.engine.config import EngineConfig, KVTransferConfig
+from interlace.engine.errors import ConfigError, ModelError
+from interlace.engine.kv_connector import KVCacheConfig, KVConnectorRole
+
+CACHE = KVCacheConfig(num_blocks=4, kv_cache_groups=())
+SCHEDULER, WORKER = KVConnectorRole.SCHEDULER, KVConnectorRole.WORKER
+PLUGIN = """
+from interlace.connectors.base import KVConnectorBase_V1
+from interlace.engine.errors import ModelError
+from interlace.engine.kv_connector import KVConnectorMetadata
+
+class Base(KVConnectorBase_V1):
+    def start_load_kv(self, forward_context, **kwargs): ...
+    def wait_for_layer_load(self, layer_name): ...
+    def save_kv_layer(self, layer_name, kv_layer, attn_metadata, **kwargs): ...
+    def wait_for_save(self): ...
+    def get_num_new_matched_tokens(self, request, num_computed_tokens): return 0, False
+    def update_state_after_alloc(self, request, blocks, num_external_tokens): ...
+    def build_connector_meta(self, scheduler_output): return KVConnectorMetadata()
+
+class ScriptedConnector(Base):
+    "Has the name of a registered one."
+
+class Old(Base):
+    def __init__(self, vllm_config, role):
+        super().__init__(vllm_config, role)
+
+class Renamed(Base):
+    def __init__(self, config, role, cache):
+        super().__init__(config, role, cache)
+
+class Star(Base):
+    def __init__(self, *args):
+        super().__init__(*args)
+
+class StarStar(Base):
+    def __init__(self, vllm_config, role, **kwargs):
+        assert set(kwargs) == {"kv_cache_config"}
+        super().__init__(vllm_config, role, **kwargs)
+
+class KeywordOnly(Base):
+    def __init__(self, vllm_config, role, *, kv_cache_config):
+        super().__init__(vllm_config, role, kv_cache_config)
+
+class Fourth(Base):
+    def __init__(self, vllm_config, role, extra=None, kv_cache_config=None):
+        assert extra is None
+        super().__init__(vllm_config, role, kv_cache_config)
+
+class Greedy(Base):
+    def __init__(self, vllm_config, role, kv_cache_config, more): ...
+
+class Raises(Base):
+    def __init__(self, vllm_config, role, kv_cache_config=None):
+        raise OSError("no such disk")
+
+class RaisesOurs(Base):
+    def __init__(self, vllm_config, role, kv_cache_config=None):
+        raise ModelError("another model")
+
+class Incomplete(KVConnectorBase_V1):
+    def start_load_kv(self, forward_context, **kwargs): ...
+    def wait_for_layer_load(self, layer_name): ...
+    def save_kv_layer(self, layer_name, kv_layer, attn_metadata, **kwargs): ...
+    def get_num_new_matched_tokens(self, request, num_computed_tokens): return 0, False
+    def update_state_after_alloc(self, request, blocks, num_external_tokens): ...
+
+class Stranger: ...
+
+number = 3
+"""
+
+
+@pytest.fixture(autouse=True)
+def _modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "factory_plugin.py").write_text(PLUGIN, encoding="utf-8")
+    (tmp_path / "factory_broken_plugin.py").write_text("1 / 0", encoding="utf-8")
+    (tmp_path / "factory_empty_plugin.py").write_text("", encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+
+
+def config_of(name: str | None, module_path: str | None = "factory_plugin") -> EngineConfig:
+    return EngineConfig(
+        kv_transfer_config=KVTransferConfig(
+            kv_connector=name, kv_role="kv_both", kv_connector_module_path=module_path
+        )
+    )
+
+
+def make(name: str, role: KVConnectorRole = WORKER, **kwargs: Any) -> KVConnectorBase_V1:
+    return KVConnectorFactory().create_connector(config_of(name, **kwargs), role, CACHE)
+
+
+def test_a_registered_class_is_imported_when_it_is_used() -> None:
+    factory = KVConnectorFactory()
+    factory.register_connector("Mine", "factory_plugin", "Base")
+    factory.register_connector("Nowhere", "no.such.module", "Nothing")
+    cls = factory.get_connector_class_by_name("Mine")
+    config = config_of("Mine", None)
+    assert cls.__name__ == "Base"
+    assert config.kv_transfer_config is not None
+    assert factory.get_connector_class(config.kv_transfer_config) is cls
+    connector = factory.create_connector(config, SCHEDULER, CACHE)
+    assert type(connector) is cls
+    assert connector.role is SCHEDULER
+    assert connector._kv_cache_config is CACHE
+
+
+def test_the_built_in_connectors_are_known() -> None:
+    factory = KVConnectorFactory()
+    assert factory.known_names == ["ExampleConnector", "ScriptedConnector"]
+    cls = factory.get_connector_class_by_name("ScriptedConnector")
+    assert cls.__module__ == "interlace.connectors.conformance.scripted"
+
+
+def test_a_name_is_registered_once() -> None:
+    factory = KVConnectorFactory()
+    with pytest.raises(ValueError, match="'ScriptedConnector' is registered already"):
+        factory.register_connector("ScriptedConnector", "factory_plugin", "Base")
+
+
+def test_two_factories_share_nothing() -> None:
+    KVConnectorFactory().register_connector("Mine", "factory_plugin", "Base")
+    assert "Mine" not in KVConnectorFactory().known_names
+
+
+def test_the_module_path_wins_over_the_registry() -> None:
+    assert type(make("ScriptedConnector")).__module__ == "factory_plugin"
+
+
+@pytest.mark.parametrize("name", ["Base", "Renamed", "Star", "StarStar", "KeywordOnly", "Fourth"])
+@pytest.mark.parametrize("role", [SCHEDULER, WORKER])
+def test_the_third_argument_arrives(name: str, role: KVConnectorRole) -> None:
+    connector = make(name, role)
+    assert connector.role is role
+    assert connector._kv_cache_config is CACHE
+
+
+def test_a_class_with_two_arguments_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    factory = KVConnectorFactory()
+    with caplog.at_level(logging.WARNING):
+        for role in (SCHEDULER, WORKER):
+            connector = factory.create_connector(config_of("Old"), role, CACHE)
+            assert connector.role is role
+            assert connector._kv_cache_config is None
+    assert caplog.text.count("deprecated") == 1
+    assert caplog.text.count("Old was made without a kv_cache_config") == 2
+
+
+def test_compat_says_which_signature_a_class_has() -> None:
+    factory = KVConnectorFactory()
+    for name, is_old in (("Old", True), ("Base", False)):
+        ktc = config_of(name).kv_transfer_config
+        assert ktc is not None
+        cls, found = factory._get_connector_class_with_compat(ktc)
+        assert (cls.__name__, found) == (name, is_old)
+
+
+@pytest.mark.parametrize(
+    ("name", "module_path", "message"),
+    [
+        ("ExampleConector", None, "Did you mean 'ExampleConnector'.* Known: ExampleConnector, Scr"),
+        ("Zzz", None, "no KV connector 'Zzz'. Known: .* set kv_connector_module_path"),
+        ("Base", "no_such_plugin", "'no_such_plugin' .* cannot be imported: ModuleNotFoundError"),
+        ("Base", "factory_broken_plugin", "cannot be imported: ZeroDivisionError"),
+        ("Base", ".relative", "cannot be imported: TypeError"),
+        ("Bas", "factory_plugin", "has no 'Bas'; its connectors: Base, ScriptedConnector, Old"),
+        ("Base", "factory_empty_plugin", "has no 'Base'; it has no connectors"),
+        ("number", "factory_plugin", "factory_plugin.number is 3, not a KV connector"),
+        ("Stranger", "factory_plugin", "is the class Stranger, not a KV connector"),
+        ("Incomplete", "factory_plugin", "Incomplete lacks build_connector_meta, wait_for_save:"),
+        ("KVConnectorBase_V1", "factory_plugin", "KVConnectorBase_V1 lacks build_connector_meta"),
+        ("Greedy", "factory_plugin", "Greedy could not be made in the role WORKER: TypeError.*mor"),
+        ("Raises", "factory_plugin", "Raises could not be made in the role WORKER: OSError: no su"),
+        (None, None, "set kv_connector"),
+    ],
+)
+def test_what_cannot_be_used_is_refused(
+    name: str | None, module_path: str | None, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        KVConnectorFactory().create_connector(config_of(name, module_path), WORKER, CACHE)
+    assert isinstance(caught.value, ValueError)
+
+
+def test_the_cause_is_chained() -> None:
+    with pytest.raises(ConfigError) as caught:
+        make("Raises")
+    assert isinstance(caught.value.__cause__, OSError)
+
+
+def test_our_own_errors_come_out_as_they_are() -> None:
+    with pytest.raises(ModelError, match=r"^another model$"):
+        make("RaisesOurs")
+
+
+def test_without_a_transfer_config_there_is_nothing_to_make() -> None:
+    with pytest.raises(ConfigError, match="set kv_transfer_config"):
+        KVConnectorFactory().create_connector(EngineConfig(), WORKER, CACHE)
