@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import os
 import sys
 from collections.abc import AsyncIterator, Callable
@@ -15,13 +16,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from interlace.cli.chat_commands import resume
 from interlace.cli.chat_engine import ChatEngine
 from interlace.cli.chat_modes import converse, one_shot
 from interlace.cli.chat_session import ChatSession
+from interlace.cli.kv_options import KVConfig, KVConnector, KVDir, kv_transfer_config
 from interlace.cli.lines import LineReader, LineSource, TypedLines, terminal_restored
 from interlace.cli.progress import progress_for
 from interlace.cli.running import run
 from interlace.cli.screen import PROMPT, Screen, is_terminal
+from interlace.cli.transcript import load_transcript
 from interlace.engine.config import EngineConfig
 from interlace.engine.errors import PromptError
 from interlace.engine.ports import Progress
@@ -57,6 +61,14 @@ def chat(
             help="Print each answer as one JSON object: text, token_ids, finish_reason, usage.",
         ),
     ] = False,
+    transcript: Annotated[
+        str | None,
+        typer.Option(
+            "--continue",
+            metavar="FILE",
+            help="Go on with a conversation that /save has written as JSON.",
+        ),
+    ] = None,
     model: Annotated[
         str,
         typer.Option(
@@ -89,6 +101,9 @@ def chat(
             rich_help_panel=_MODEL,
         ),
     ] = None,
+    kv_connector: KVConnector = None,
+    kv_transfer_config_json: KVConfig = None,
+    kv_dir: KVDir = None,
     temperature: Annotated[
         float,
         typer.Option(
@@ -182,32 +197,47 @@ def chat(
         stop=stop or None,
     )
     config = EngineConfig(
-        model=model, tokenizer=tokenizer, device=device, dtype=dtype, max_model_len=max_model_len
+        model=model,
+        tokenizer=tokenizer,
+        device=device,
+        dtype=dtype,
+        max_model_len=max_model_len,
+        kv_transfer_config=kv_transfer_config(kv_connector, kv_transfer_config_json, kv_dir),
     )
+    if transcript is not None and system is not None:
+        raise typer.BadParameter(
+            "--continue brings the system message of its conversation; leave --system out."
+        )
     if json and question is None and is_terminal(sys.stdin):
         raise typer.BadParameter("--json needs -p TEXT, or questions on standard input.")
+    how = Conversation(question, _text(system), transcript, as_json=json)
     with terminal_restored():
-        code = run(
-            lambda: talk(start_engine, config, params, question, _text(system), as_json=json)
-        )
+        code = run(lambda: talk(start_engine, config, params, how))
     raise typer.Exit(code)
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Conversation:
+    """What is talked about, and how it is shown."""
+
+    question: str | None
+    """The only one; None takes the lines of standard input."""
+    system: str | None
+    transcript: str | None
+    """File of an earlier conversation to go on with."""
+    as_json: bool
+
+
 async def talk(
-    open_engine: OpenEngine,
-    config: EngineConfig,
-    params: SamplingParams,
-    question: str | None,
-    system: str | None,
-    *,
-    as_json: bool,
+    open_engine: OpenEngine, config: EngineConfig, params: SamplingParams, how: Conversation
 ) -> int:
-    """Start an engine and answer `question`, or the lines of standard input if it is None.
+    """Start an engine, and answer one question or line after line.
 
     Returns the exit code. Raises: all of Interlace's errors. Cancellation: closes the engine.
     """
     screen = Screen.of_process()
     progress = progress_for()
+    earlier = None if how.transcript is None else await load_transcript(how.transcript)
     if params.greedy and _narrows_the_draw(params):
         await screen.note(
             "At temperature 0 nothing is drawn, so --top-k, --top-p, --min-p and --seed have no "
@@ -217,12 +247,14 @@ async def talk(
         loading = progress.task(f"Loading {config.model}", None)
         with loading if is_terminal(sys.stderr) else contextlib.nullcontext():
             engine = await stack.enter_async_context(open_engine(config, progress))
-        session = ChatSession(engine, params, system=system)
-        if question is not None:
-            return await one_shot(session, question, screen, as_json=as_json)
+        session = ChatSession(engine, params, system=how.system)
+        if earlier is not None:
+            await screen.note(resume(session, earlier))
+        if how.question is not None:
+            return await one_shot(session, how.question, screen, as_json=how.as_json)
         interactive = is_terminal(sys.stdin)
         lines = _lines(screen, interactive)
-        return await converse(session, lines, screen, interactive=interactive, as_json=as_json)
+        return await converse(session, lines, screen, interactive=interactive, as_json=how.as_json)
 
 
 def _lines(screen: Screen, interactive: bool) -> LineSource:

@@ -105,12 +105,14 @@ def turn_as_json(turn: Turn) -> str:
 
 
 def describe_turn(turn: Turn) -> str:
-    """The line under an answer: tokens cached, computed and generated, speed, an odd end."""
+    """The line under an answer: where its tokens came from, speed, an odd end.
+
+    Prompt tokens are cached on the device, loaded by the KV connector, or computed.
+    """
     usage = turn.usage
-    cached = usage.num_local_cached_tokens + usage.num_external_cached_tokens
     text = (
-        f"[{cached} cached, {usage.num_computed_prompt_tokens} computed, "
-        f"{usage.num_generated_tokens} generated"
+        f"[{usage.num_local_cached_tokens} cached, {usage.num_external_cached_tokens} loaded, "
+        f"{usage.num_computed_prompt_tokens} computed, {usage.num_generated_tokens} generated"
     )
     if turn.tokens_per_second is not None:
         text += f", {turn.tokens_per_second:.1f} tokens/s"

@@ -104,6 +104,19 @@ class ChatSession:
         """Forget the conversation, but not the system message."""
         self.messages = list(self._opening)
 
+    def resume(self, messages: Sequence[Message]) -> None:
+        """Go on with another conversation, its system message included if it has one.
+
+        Raises: `ConfigError` if there is no chat template; nothing has changed then.
+        """
+        if not self.has_template:
+            raise ConfigError(
+                "This model has no chat template, so there is no conversation to go on with; "
+                "take another model for it."
+            )
+        self._opening = [m for m in messages[:1] if m["role"] == "system"]
+        self.messages = list(messages)
+
     def stop(self) -> bool:
         """Abort the answer that is being given. False if there is none or it is ending already."""
         if self._current is None or self._stopping:

@@ -1,4 +1,4 @@
-"""Conversations as files: JSON, or Markdown if the name ends in `.md`.
+"""Conversations as files: JSON, which can be read back, or Markdown if the name ends in `.md`.
 
 Only its owner can read such a file, and a file that exists is never overwritten.
 """
@@ -6,17 +6,32 @@ Only its owner can read such a file, and a file that exists is never overwritten
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import aiofiles
 import aiofiles.os
 
 from interlace.cli.chat_engine import Message
 from interlace.engine.errors import ConfigError
+
+MAX_BYTES = 16 * 2**20
+"""Of a transcript to read: far more than any model's context."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Transcript:
+    """An earlier conversation: maybe a system message, then questions and answers in turns."""
+
+    path: Path
+    model: str
+    """Name or path of the model that it was held with."""
+    messages: tuple[Message, ...]
 
 
 def as_json(model: str, messages: Sequence[Message]) -> str:
@@ -47,6 +62,53 @@ async def save_transcript(name: str, model: str, messages: Sequence[Message]) ->
             reason = getattr(e, "strerror", None) or str(e)
             raise ConfigError(f"Cannot write {path}: {reason}. Choose another place.") from e
     return path
+
+
+async def load_transcript(name: str) -> Transcript:
+    """Read back what `save_transcript` has written as JSON.
+
+    Raises: `ConfigError` if the file cannot be read, or is damaged or no such transcript.
+    """
+    path = Path(os.path.expanduser(name))  # noqa: ASYNC240, PTH111 - as above
+    with contextlib.closing(_OwnThread()) as thread:
+        try:
+            async with aiofiles.open(path, "rb", executor=thread) as file:
+                content = await file.read(MAX_BYTES + 1)
+        except (OSError, ValueError) as e:
+            reason = getattr(e, "strerror", None) or str(e)
+            raise ConfigError(f"Cannot read {path}: {reason}.") from e
+    return parse_transcript(path, content)
+
+
+def parse_transcript(path: Path, content: bytes) -> Transcript:
+    """The conversation in `content`, which is what `path` holds. Raises: `ConfigError`."""
+    if path.suffix.lower() == ".md":
+        raise ConfigError(f"{path} is Markdown, for people to read; only JSON can be read back.")
+    try:
+        record = json.loads(content) if len(content) <= MAX_BYTES else None
+    except (ValueError, RecursionError):
+        record = None
+    if isinstance(record, dict):
+        model, messages = record.get("model"), _messages(record.get("messages"))
+        if isinstance(model, str) and messages is not None:
+            return Transcript(path, model, messages)
+    raise ConfigError(
+        f"{path} is damaged, or no conversation that /save has written; name another file."
+    )
+
+
+def _messages(found: Any) -> tuple[Message, ...] | None:
+    """The messages if they are what a chat leaves behind, else None."""
+    if not isinstance(found, list) or not all(isinstance(m, dict) for m in found):
+        return None
+    if not all(m.keys() == {"role", "content"} for m in found):
+        return None
+    if not all(isinstance(m["content"], str) for m in found):
+        return None
+    roles = [m["role"] for m in found]
+    turns = roles[1:] if roles[:1] == ["system"] else roles
+    whole = turns == ["user", "assistant"] * (len(turns) // 2)
+    return tuple({"role": m["role"], "content": m["content"]} for m in found) if whole else None
 
 
 class _OwnThread(ThreadPoolExecutor):

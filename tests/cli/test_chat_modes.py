@@ -57,7 +57,7 @@ async def test_the_answer_alone_goes_to_standard_output() -> None:
     chat = Chat()
     assert await chat.ask("Hi") == 0
     assert chat.out.getvalue() == "Hello.\n"
-    assert chat.err.getvalue().startswith("[5 cached, 5 computed, 2 generated")
+    assert chat.err.getvalue().startswith("[4 cached, 1 loaded, 5 computed, 2 generated")
     assert chat.err.getvalue().endswith("]\n")
 
 
@@ -108,7 +108,7 @@ async def test_a_terminal_gets_prompts_and_costs_between_the_answers() -> None:
     assert shown.startswith(
         "fake, 100 tokens of context. /help lists the commands, /quit leaves.\n"
     )
-    assert "Hello.\n[5 cached, 5 computed, 2 generated" in shown
+    assert "Hello.\n[4 cached, 1 loaded, 5 computed, 2 generated" in shown
     assert chat.err.getvalue() == ""
 
 
@@ -125,7 +125,8 @@ async def test_commands() -> None:
     )
     shown = chat.out.getvalue()
     assert "/save FILE" in shown
-    assert "1 turns: 5 prompt tokens cached, 5 computed, 2 generated" in shown
+    assert "/load FILE" in shown
+    assert "1 turns: 4 prompt tokens cached, 1 loaded, 5 computed, 2 generated" in shown
     assert "filled 12 of 100 tokens" in shown
     assert chat.session.messages == []
     assert len(chat.engine.prompts) == 1
@@ -158,6 +159,33 @@ def test_save_never_replaces_a_file_and_the_chat_goes_on(tmp_path: Path) -> None
     assert "No such file" in said
     assert "2 generated" in said
     assert kept.read_text() == "mine"
+
+
+def test_what_was_saved_is_loaded_and_goes_on(tmp_path: Path) -> None:
+    file = tmp_path / "a chat.json"
+    asyncio.run(said_beside("Hi", "And?", f"/save {file}"))
+
+    async def next_day() -> Chat:
+        chat = Chat()
+        await chat.talk("Forgotten", f"/load {file}", "Go on", "/clear", "Anew", "/load")
+        return chat
+
+    chat = asyncio.run(next_day())
+    said = [[m["content"] for m in p if isinstance(m, dict)] for p in chat.engine.prompts]
+    assert said == [["Forgotten"], ["Hi", "Hello.", "And?", "Hello.", "Go on"], ["Anew"]]
+    assert f"Going on after 4 messages of {file}.\n" in chat.err.getvalue()
+    assert "Which file? /load FILE" in chat.err.getvalue()
+
+
+def test_a_conversation_that_cannot_be_loaded_leaves_the_one_there_is(tmp_path: Path) -> None:
+    for name in ("bad.json", "chat.md"):
+        (tmp_path / name).write_text("{}")
+    names = ("bad.json", "chat.md", "none.json", "nul\0")
+    said = asyncio.run(said_beside("Hi", *(f"/load {tmp_path / name}" for name in names), "/stats"))
+    assert "bad.json is damaged" in said
+    assert "chat.md is Markdown" in said
+    assert "none.json: No such file" in said
+    assert "1 turns" in said
 
 
 async def said_beside(*lines: str) -> str:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import sys
 from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 
 import pytest
 from fake_engine import FakeEngine, Script
@@ -112,6 +114,10 @@ def test_an_error_while_starting_is_one_clear_line(run: Run, started: Started) -
         ("chat", "--no-such-option"),
         ("chat", "--top-k", "many"),
         ("chat", "--prompt-env", "INTERLACE_NOT_SET"),
+        ("chat", "-p", "Hi", "--kv-transfer-config", "{"),
+        ("chat", "-p", "Hi", "--kv-transfer-config", '{"kv_connector": "C", "kv_rol": "kv_both"}'),
+        ("chat", "-p", "Hi", "--kv-connector", "Some", "--kv-dir", "d"),
+        ("chat", "-p", "Hi", "--continue", "f", "--system", "Be kind."),
         ("no-such-command",),
     ],
 )
@@ -119,6 +125,7 @@ def test_wrong_usage_exits_with_2(run: Run, args: tuple[str, ...]) -> None:
     code, out, err = run(*args)
     assert (code, out) == (2, "")
     assert err
+    assert "Traceback" not in err
 
 
 def test_options_reach_the_engine(run: Run, started: Started) -> None:
@@ -148,6 +155,41 @@ def test_options_reach_the_engine(run: Run, started: Started) -> None:
     ]
 
 
+def test_a_connector_reaches_the_engine(run: Run, started: Started) -> None:
+    run("chat", "-p", "Hi", "--kv-dir", "some folder")
+    kv = started[0].kv_transfer_config
+    assert kv is not None
+    assert (kv.kv_connector, kv.kv_role) == ("ExampleConnector", "kv_both")
+    assert kv.kv_connector_extra_config == {"shared_storage_path": "some folder"}
+    run("chat", "-p", "Hi")
+    assert started[1].kv_transfer_config is None
+
+
+def test_an_earlier_conversation_goes_on(run: Run, started: Started, tmp_path: Path) -> None:
+    messages = [
+        {"role": "system", "content": "Be kind."},
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": "Ho"},
+    ]
+    file = tmp_path / "chat.json"
+    file.write_text(json.dumps({"model": "other", "messages": messages}))
+    code, out, err = run("chat", "-p", "And?", "--continue", str(file))
+    assert (code, out) == (0, "Yes.\n")
+    assert started.engine.prompts == [[*messages, {"role": "user", "content": "And?"}]]
+    assert f"Going on after 3 messages of {file}" in err
+    assert "exchanged with other; now fake answers" in err
+
+
+def test_a_damaged_transcript_is_one_clear_line(run: Run, started: Started, tmp_path: Path) -> None:
+    (tmp_path / "chat.json").write_text("{")
+    for file in ("chat.json", "none.json"):
+        code, out, err = run("chat", "-p", "Hi", "--continue", str(tmp_path / file))
+        assert (code, out) == (1, "")
+        assert err.count("\n") == 1
+        assert file in err
+    assert not started
+
+
 @pytest.mark.parametrize(("flags", "max_tokens"), [((), 1024), (("--max-tokens=0",), None)])
 def test_by_default_the_likeliest_tokens_are_taken_and_their_number_is_bounded(
     run: Run, started: Started, flags: tuple[str, ...], max_tokens: int | None
@@ -172,5 +214,9 @@ def test_version_and_help(run: Run) -> None:
     code, out, _ = run("chat", "--help")
     assert code == 0
     assert "--prompt-env" not in out
-    for option in ("--system", "--json", "--model", "--device", "--dtype", "--max-tokens"):
+    words = " ".join(out.replace("\u2502", " ").split())
+    assert '"kv_connector_extra_config": {"shared_storage_path": "DIR"}}' in words
+    for option in ("--system", "--continue", "--kv-connector", "--kv-transfer-config", "--kv-dir"):
+        assert option in out
+    for option in ("--json", "--model", "--device", "--dtype", "--max-tokens"):
         assert option in out

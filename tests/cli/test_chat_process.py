@@ -204,7 +204,7 @@ def test_ctrl_d_leaves(waiting_chat: Terminal) -> None:
 def test_a_terminal_gets_dim_remarks_and_no_control_characters() -> None:
     terminal = Terminal("a\x1b[2Jb", "-p", "Hi")
     try:
-        assert "a^[[2Jb\r\n\x1b[2m[5 cached" in terminal.wait_for("]\x1b[0m\r\n")
+        assert "a^[[2Jb\r\n\x1b[2m[4 cached, 1 loaded" in terminal.wait_for("]\x1b[0m\r\n")
         assert terminal.ended() == 0
     finally:
         terminal.close()

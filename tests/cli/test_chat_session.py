@@ -73,6 +73,20 @@ async def test_clear_keeps_the_system_message() -> None:
     ]
 
 
+async def test_a_resumed_conversation_brings_its_own_system_message() -> None:
+    earlier = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
+    session = session_with(FakeEngine(), system="Be kind.")
+    session.resume(earlier)
+    assert session.messages == earlier
+    session.clear()
+    assert session.messages == earlier[:1]
+    session.resume([])
+    session.clear()
+    assert session.messages == []
+    with pytest.raises(ConfigError, match="no chat template"):
+        session_with(FakeEngine(has_template=False)).resume(earlier)
+
+
 async def test_a_stopped_answer_is_remembered_as_far_as_it_came() -> None:
     engine = FakeEngine(Script(["One", " two", WAIT]))
     session = session_with(engine)
