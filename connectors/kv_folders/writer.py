@@ -1,0 +1,170 @@
+"""Writes runs of blocks on a daemon thread, in two steps: aside, and later visible or gone.
+
+Knows nothing of requests. A save may be dropped, never fail: a full queue and every error of the
+file system are counted, and the thread lives on.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import enum
+import logging
+import queue
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from interlace.connectors.kv_folders.counters import Tally
+from interlace.connectors.kv_folders.folders import KVFolders, Run
+from interlace.connectors.kv_folders.manifest import Manifest
+
+logger = logging.getLogger(__name__)
+
+MAX_SAVES = 64
+"""Most runs that wait for the thread or for their verdict."""
+
+
+class SaveEnd(enum.Enum):
+    """How a save ended."""
+
+    PUBLISHED = enum.auto()
+    QUEUE_FULL = enum.auto()
+    ERROR = enum.auto()
+    DISCARDED = enum.auto()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class EndedSave:
+    """The last word on a save. Folder and hashes, of what is visible now, only if PUBLISHED."""
+
+    save_id: int
+    end: SaveEnd
+    folder: str = ""
+    block_hashes: tuple[bytes, ...] = ()
+
+
+class FolderWriter:
+    """Every reserved save ends exactly once in `take_ended`, if it is published or discarded.
+
+    The methods are for one thread, the device thread.
+    """
+
+    def __init__(self, folders: KVFolders, tally: Tally, *, queue_bytes: int) -> None:
+        """Starts the thread, which begins with what dead processes left. No I/O here."""
+        self._folders = folders
+        self._tally = tally
+        self._queue_bytes = queue_bytes
+        self._lock = threading.Lock()
+        self._bytes_waiting = 0
+        self._open: set[int] = set()  # reserved and not ended
+        self._ended: collections.deque[EndedSave] = collections.deque()
+        self._written: dict[int, tuple[Path, Manifest]] = {}  # the thread's own
+        self._has_complained = False
+        # Bounded by `reserve`: at most two entries for each open save.
+        self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._queue.put(folders.remove_leftovers)
+        self._thread = threading.Thread(target=self._run, name="interlace-kv-writer", daemon=True)
+        self._thread.start()
+
+    # ---------------------------------------------------------------- the device thread
+
+    def reserve(self, save_id: int, num_bytes: int) -> bool:
+        """Ask for room before copying. If there is none, the save has ended."""
+        with self._lock:
+            full = (
+                len(self._open) >= MAX_SAVES or self._bytes_waiting + num_bytes > self._queue_bytes
+            )
+            if not full:
+                self._open.add(save_id)
+                self._bytes_waiting += num_bytes
+        if full:
+            self._complain("it is behind: %d bytes are waiting", self._bytes_waiting)
+            self._tally.add(saves_dropped_queue_full=1)
+            self._ended.append(EndedSave(save_id, SaveEnd.QUEUE_FULL))
+        return not full
+
+    def write(self, save_id: int, run: Run) -> None:
+        """Write a run aside. The arrays are the writer's from now on."""
+        self._queue.put(lambda: self._write(save_id, run))
+
+    def publish(self, save_id: int) -> None:
+        """Make a run visible that was handed to `write`. Does nothing if its save has ended."""
+        self._queue.put(lambda: self._publish(save_id))
+
+    def discard(self, save_id: int) -> None:
+        """End a save without making it visible. Does nothing if it has ended."""
+        self._queue.put(lambda: self._discard(save_id))
+
+    def take_ended(self) -> tuple[EndedSave, ...]:
+        """Saves that ended since the last call."""
+        return tuple(self._ended.popleft() for _ in range(len(self._ended)))
+
+    def close(self, timeout_s: float) -> None:
+        """Do what is queued, drop what has no verdict, and end the thread; may be repeated.
+
+        Waits for at most `timeout_s`, since a hung mount must not keep the process.
+        """
+        if self._thread.is_alive():
+            self._queue.put(None)
+            self._thread.join(timeout_s)
+
+    # ---------------------------------------------------------------- the writer thread
+
+    def _run(self) -> None:
+        while (work := self._queue.get()) is not None:
+            try:
+                work()
+            except Exception:
+                logger.exception("The writer of KV folders met an error; it goes on.")
+        for temporary, _ in self._written.values():
+            self._folders.discard(temporary)
+        self._written.clear()
+
+    def _write(self, save_id: int, run: Run) -> None:
+        try:
+            self._written[save_id] = self._folders.write(run)
+        except Exception as error:  # noqa: BLE001 - whatever it is, the save ends, and is reported
+            self._fail(save_id, error)
+        finally:
+            with self._lock:
+                self._bytes_waiting -= run.num_bytes
+
+    def _publish(self, save_id: int) -> None:
+        written = self._written.pop(save_id, None)
+        if written is None:
+            return
+        try:
+            folder, manifest = self._folders.publish(*written)
+        except Exception as error:  # noqa: BLE001 - as above
+            self._fail(save_id, error)
+            return
+        self._tally.add(blocks_saved=len(written[1].block_hashes))
+        self._end(EndedSave(save_id, SaveEnd.PUBLISHED, str(folder), manifest.block_hashes))
+
+    def _discard(self, save_id: int) -> None:
+        written = self._written.pop(save_id, None)
+        if written is None:
+            return
+        self._folders.discard(written[0])
+        self._tally.add(saves_dropped_bad_blocks=1)
+        self._end(EndedSave(save_id, SaveEnd.DISCARDED))
+
+    def _fail(self, save_id: int, error: Exception) -> None:
+        self._complain("%s", error)
+        self._tally.add(saves_dropped_error=1)
+        self._end(EndedSave(save_id, SaveEnd.ERROR))
+
+    def _end(self, ended: EndedSave) -> None:
+        with self._lock:
+            self._open.discard(ended.save_id)
+        self._ended.append(ended)
+
+    def _complain(self, why: str, *args: object) -> None:
+        """Once; the counters tell the rest."""
+        if not self._has_complained:
+            self._has_complained = True
+            logger.warning(
+                f"KV is not saved to {self._folders.base}: {why}. Further ones are only counted.",
+                *args,
+            )
