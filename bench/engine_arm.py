@@ -41,6 +41,10 @@ class TokenEngine(Protocol):
         """A stream of deltas for a prompt of token ids."""
         ...
 
+    def reset_prefix_cache(self) -> bool:
+        """Forget all KV on the device; False if some is in use."""
+        ...
+
 
 @dataclasses.dataclass(slots=True)
 class _Reading:
@@ -48,6 +52,7 @@ class _Reading:
 
     arrivals: list[float] = dataclasses.field(default_factory=list)
     cached_tokens: int = 0
+    loaded_tokens: int = 0
 
 
 class EngineArm:
@@ -76,13 +81,27 @@ class EngineArm:
             except ExceptionGroup as several:
                 raise several.exceptions[0] from None  # the others were cancelled for it
         await self._until_idle()
+        idle = self._clock.monotonic()
         sample = sample_of(
             work,
             started,
             [reading.arrivals for reading in readings],
             cached_tokens=sum(reading.cached_tokens for reading in readings),
         )
-        return dataclasses.replace(sample, worst_lag_s=probe.worst_s)
+        return dataclasses.replace(
+            sample,
+            loaded_tokens=sum(reading.loaded_tokens for reading in readings),
+            idle_s=idle - started,
+            worst_lag_s=probe.worst_s,
+        )
+
+    def forget(self) -> None:
+        """Forget all KV on the device, but not what a connector keeps elsewhere.
+
+        Raises: `InterlaceError` if the engine is not idle.
+        """
+        if not self._engine.reset_prefix_cache():
+            raise InterlaceError("the engine still uses KV, so it cannot forget it.")
 
     async def _until_idle(self) -> None:
         for _ in range(MAX_IDLE_POLLS):
@@ -99,6 +118,7 @@ class EngineArm:
             reading.arrivals += [self._clock.monotonic()] * len(out.token_ids)
             if out.usage is not None:
                 reading.cached_tokens = out.usage.num_local_cached_tokens
+                reading.loaded_tokens = out.usage.num_external_cached_tokens
             if out.finish_reason in ("error", "abort"):
                 raise InterlaceError(f"a benchmark request failed: {out.error or 'aborted'}")
         if len(reading.arrivals) != output_tokens:

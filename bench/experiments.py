@@ -116,12 +116,13 @@ async def _one_hit(arm: Arm, source: WorkSource, prompt_tokens: int) -> Sample:
 
 
 def refuse_cached(samples: Iterable[Sample]) -> None:
-    """Raise `InterlaceError` if a prompt that must be new was partly cached."""
-    cached = sum(sample.cached_tokens for sample in samples)
+    """Raise `InterlaceError` if a prompt that must be new was partly cached or loaded."""
+    cached = sum(sample.cached_tokens + sample.loaded_tokens for sample in samples)
     if cached:
         raise InterlaceError(
-            f"{cached} tokens of new prompts came from the prefix cache, so the figures would be "
-            "too good; use an engine that has run nothing else, and longer prompts."
+            f"{cached} tokens of new prompts came from the prefix cache or a KV connector, so the "
+            "figures would be too good; use an engine that has run nothing else, and longer "
+            "prompts."
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import statistics
 from collections.abc import Iterable
 
@@ -23,3 +24,14 @@ class Spread:
         samples = tuple(values)
         assert samples, "nothing was measured"
         return cls(statistics.median(samples), min(samples), max(samples), samples)
+
+    @property
+    def median_error(self) -> float:
+        """Standard error of the median, whatever the distribution, by ranks.
+
+        The rank of the true median among n samples is n / 2, give or take sqrt(n) / 2.
+        """
+        ordered, middle = sorted(self.samples), len(self.samples) / 2
+        reach = math.sqrt(len(ordered)) / 2
+        low, high = math.floor(middle - reach), math.ceil(middle + reach) - 1
+        return (ordered[high] - ordered[low]) / 2

@@ -32,6 +32,10 @@ class Sample:
     """Tokens that all requests got in the window."""
     cached_tokens: int = 0
     """Prompt tokens of all requests that the prefix cache held."""
+    loaded_tokens: int = 0
+    """Prompt tokens of all requests that a KV connector brought."""
+    idle_s: float | None = None
+    """From the call until the engine was idle again, saving included; None where it is not told."""
     worst_lag_s: float | None = None
     """Worst lag of the event loop during the run; None where no loop is involved."""
 

@@ -158,6 +158,38 @@ def schedule(
     show(Report("schedule", settings, machine_facts(), (row,), (check,)), json)
 
 
+@app.command()
+def kv(
+    model: Model = "smollm2-135m",
+    prompt_tokens: PromptTokens = 960,
+    repeats: Repeats = 5,
+    kv_dir: Annotated[
+        str | None,
+        typer.Option(
+            "--kv-dir",
+            metavar="DIR",
+            help="Keep the files in a new folder in DIR, a few GB at most, removed at the end. "
+            "Default: where temporary files go.",
+        ),
+    ] = None,
+    json: JsonTarget = None,
+) -> None:
+    """What KV in files brings and costs: loading a prompt, saving it, a connector with no work."""
+    from interlace.bench.kv_session import run_kv_benchmark, scratch_folder
+    from interlace.bench.session import prepare
+    from interlace.engine.clock import MonotonicClock
+
+    check_json_target(json)
+    progress = StillProgress(sys.stderr)
+    with (
+        scratch_folder(kv_dir) as folder,
+        contextlib.closing(prepare(_settings(model, None, None), progress_for())) as prepared,
+    ):
+        shape = (prompt_tokens, repeats)
+        report = run(lambda: run_kv_benchmark(prepared, folder, shape, MonotonicClock(), progress))
+    show(report, json)
+
+
 def parse_counts(option: str, text: str, most: int) -> tuple[int, ...]:
     """Different whole numbers from 1 to `most`, in the order given, as in 1,8.
 

@@ -47,6 +47,8 @@ class FakeEngine:
         self.requests: list[tuple[tuple[int, ...], SamplingParams]] = []
         self.closed = 0
         self.looks = 0
+        self.resets = 0
+        self.holds_kv = False
         self._clock = clock
         self._started = clock.now
         self._finish_reason = finish_reason
@@ -55,7 +57,12 @@ class FakeEngine:
 
     def snapshot(self) -> Picture:
         self.looks += 1
+        self._clock.now += 0.5
         return Picture(idle=self.looks > 2)
+
+    def reset_prefix_cache(self) -> bool:
+        self.resets += 1
+        return not self.holds_kv
 
     async def generate(
         self, prompt: Sequence[int], params: SamplingParams, /
@@ -74,7 +81,7 @@ class FakeEngine:
                     token_ids=(7,),
                     finish_reason=self._finish_reason if last else None,
                     error=self._error,
-                    usage=Usage(len(prompt), 5, 0, index + 1) if last else None,
+                    usage=Usage(len(prompt), 5, 2, index + 1) if last else None,
                 )
                 if last:
                     return
@@ -89,7 +96,8 @@ async def test_times_all_requests_together() -> None:
     assert (sample.batch_size, sample.prompt_tokens) == (2, 3)
     assert (sample.first_token_s, sample.decode_s) == (1.0, 3.0)
     assert (sample.decode_steps, sample.decode_tokens) == (3, 6)
-    assert sample.cached_tokens == 10
+    assert (sample.cached_tokens, sample.loaded_tokens) == (10, 4)
+    assert sample.idle_s == 4.0 + 3 * 0.5
     assert sample.worst_lag_s is not None
     assert engine.closed == 2
 
@@ -113,6 +121,17 @@ async def test_waits_until_the_engine_is_idle_again(monkeypatch: pytest.MonkeyPa
     busy = FakeEngine(clock)
     with pytest.raises(InterlaceError, match="not idle"):
         await EngineArm(busy, clock).run(WORK)
+
+
+async def test_forgets_what_the_device_holds_and_says_if_it_cannot() -> None:
+    clock = FakeClock()
+    engine = FakeEngine(clock)
+    arm = EngineArm(engine, clock)
+    arm.forget()
+    assert engine.resets == 1
+    engine.holds_kv = True
+    with pytest.raises(InterlaceError, match="cannot forget"):
+        arm.forget()
 
 
 async def test_a_request_that_ends_early_is_an_error() -> None:

@@ -44,12 +44,14 @@ class FakeArm:
         *,
         step_s: float = 0.5,
         cached_tokens: int = 0,
+        loaded_tokens: int = 0,
         caches: bool = False,
     ) -> None:
         self.name = name
         self._log = log
         self._step_s = step_s
         self._cached_tokens = cached_tokens
+        self._loaded_tokens = loaded_tokens
         self._caches = caches
         self._seen: set[tuple[int, ...]] = set()
 
@@ -68,6 +70,7 @@ class FakeArm:
             decode_steps=steps,
             decode_tokens=steps * work.batch_size,
             cached_tokens=cached,
+            loaded_tokens=self._loaded_tokens,
             worst_lag_s=0.003,
         )
 
@@ -138,6 +141,8 @@ async def test_a_new_prompt_that_was_cached_spoils_the_figures() -> None:
     for measure in (experiments.decode, experiments.prefill):
         with pytest.raises(InterlaceError, match="prefix cache"):
             await measure(bench(FakeArm("interlace", [], cached_tokens=16)), [1], SHAPE)
+        with pytest.raises(InterlaceError, match="KV connector"):
+            await measure(bench(FakeArm("interlace", [], loaded_tokens=16)), [1], SHAPE)
 
 
 async def test_hit_sends_each_prompt_twice() -> None:

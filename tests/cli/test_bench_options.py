@@ -97,7 +97,13 @@ def test_the_schedule_benchmark_runs(tmp_path: Path) -> None:
     assert len(figures["schedule() ms"]["samples"]) == 3
 
 
-@pytest.mark.parametrize("command", ["decode", "prefill", "hit", "schedule"])
+def test_a_folder_for_kv_that_is_not_there_is_refused_before_anything_is_loaded() -> None:
+    result = CliRunner().invoke(bench.app, ["kv", "--kv-dir", "no/such", "--model", "no such"])
+    assert isinstance(result.exception, ConfigError)
+    assert "no files can be kept in no/such (No such file or directory)" in str(result.exception)
+
+
+@pytest.mark.parametrize("command", ["decode", "prefill", "hit", "kv", "schedule"])
 def test_help(command: str) -> None:
     result = CliRunner().invoke(bench.app, [command, "--help"])
     assert result.exit_code == 0

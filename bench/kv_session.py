@@ -1,0 +1,76 @@
+"""Opens the engines of `bench/kv_experiments.py`, which come and go, over one loaded model."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+
+from interlace.bench.engine_arm import EngineArm
+from interlace.bench.kv_experiments import KVBench, kv
+from interlace.bench.paired import CachingArm
+from interlace.bench.report import Report
+from interlace.bench.session import SEED, Prepared
+from interlace.bench.workload import WorkSource
+from interlace.engine.config import KVTransferConfig
+from interlace.engine.errors import ConfigError
+from interlace.engine.ports import Clock, Progress
+
+
+async def run_kv_benchmark(
+    prepared: Prepared,
+    folder: Path,
+    shape: tuple[int, int],
+    clock: Clock,
+    progress: Progress,
+) -> Report:
+    """Run `kv` with files in `folder`, which is empty; `shape` is prompt tokens and repeats.
+
+    Raises: what the engine raises. Cancelling stops after the run in progress.
+    """
+    source = WorkSource(vocab_size=prepared.loaded.architecture.vocab_size, seed=SEED)
+
+    @asynccontextmanager
+    async def open_arm(name: str, config: KVTransferConfig | None) -> AsyncIterator[CachingArm]:
+        from interlace import AsyncEngine, EngineConfig
+
+        engine_config = EngineConfig(
+            model=prepared.settings.model,
+            dtype="float32",
+            skip_tokenizer_init=True,
+            kv_transfer_config=config,
+        )
+        async with AsyncEngine.from_loaded(
+            engine_config, prepared.loaded, device=prepared.device, clock=clock
+        ) as engine:
+            yield EngineArm(engine, clock, name)
+
+    prompt_tokens, repeats = shape
+    rows, checks = await kv(KVBench(open_arm, folder, source, progress), prompt_tokens, repeats)
+    settings = {
+        "model": prepared.settings.model,
+        "prompt_tokens": prompt_tokens,
+        "repeats": repeats,
+    }
+    return Report("kv", settings, prepared.machine, rows, checks)
+
+
+@contextmanager
+def scratch_folder(parent: str | None) -> Iterator[Path]:
+    """A new empty folder in `parent`, or where temporary files go; removed at the end. Blocks.
+
+    Raises: `ConfigError` if none can be made there.
+    """
+    try:
+        scratch = tempfile.TemporaryDirectory(
+            prefix="interlace-bench-", dir=parent, ignore_cleanup_errors=True
+        )
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise ConfigError(
+            f"no files can be kept in {parent or tempfile.gettempdir()} ({reason}); name a folder "
+            "that exists and can be written, by --kv-dir."
+        ) from error
+    with scratch as folder:
+        yield Path(folder)
