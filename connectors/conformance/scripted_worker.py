@@ -1,0 +1,195 @@
+"""The worker side of a `ScriptedConnector`: copies blocks and reports, when and as scripted.
+
+Device thread. Pages are torch tensors or numpy arrays whose first dimension is the block.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from interlace.connectors.conformance.script import Pages, Script
+from interlace.connectors.conformance.scripted_metadata import (
+    LoadBlock,
+    LoadJob,
+    ScriptedMetadata,
+    ScriptedWorkerMetadata,
+)
+from interlace.engine.block_hash import BlockHash
+
+
+@dataclasses.dataclass(slots=True)
+class _AsyncLoad:
+    job: LoadJob
+    steps_left: int | None
+    unreported: list[int]
+    """Failing blocks."""
+
+
+@dataclasses.dataclass(slots=True)
+class _Echo:
+    """What was reported and will be again."""
+
+    items: set[Any]
+    times: int
+
+
+class _Reports:
+    """Reports of one kind, and their repetitions in later steps."""
+
+    def __init__(self) -> None:
+        self._echoes: list[_Echo] = []
+
+    def take(self, new: Sequence[tuple[Any, int]]) -> set[Any]:
+        """This step's report: `new` items, each with how often to repeat it, and echoes."""
+        reported = set().union(*(echo.items for echo in self._echoes))
+        for echo in self._echoes:
+            echo.times -= 1
+        self._echoes += [_Echo({item}, times) for item, times in new]
+        self._echoes = [echo for echo in self._echoes if echo.times > 0]
+        return reported | {item for item, _ in new}
+
+    def forget(self, items: Collection[Any]) -> None:
+        """Repeat these no more."""
+        for echo in self._echoes:
+            echo.items.difference_update(items)
+
+
+class ScriptedWorker:
+    """Follows the script and the scheduler side's messages."""
+
+    def __init__(self, script: Script) -> None:
+        self._script = script
+        self._pages: dict[str, Any] = {}
+        self._index: dict[str, int] = {}  # layer name -> place in `Pages`
+        self._sync: tuple[LoadJob, ...] = ()
+        self._async: list[_AsyncLoad] = []
+        self._copies: dict[BlockHash, dict[int, Any]] = {}  # hash -> layer index -> page
+        self._sending: dict[str, int | None] = {}  # request id -> steps left
+        self._sent, self._received, self._invalid = _Reports(), _Reports(), _Reports()
+        self._new_invalid: list[tuple[int, int]] = []
+
+    def register(self, kv_caches: dict[str, Any]) -> None:
+        """Remember the layers' pages, in their order."""
+        self._pages = dict(kv_caches)
+        self._index = {name: index for index, name in enumerate(kv_caches)}
+
+    def begin(self, metadata: ScriptedMetadata) -> None:
+        """Take the step's loads."""
+        self._sync = tuple(job for job in metadata.loads if not job.is_async)
+        self._copies = {}
+        for job in self._sync:
+            times = self._script.rule(job.req_id).repeat_invalid
+            self._new_invalid += [(block_id, times) for block_id in job.failing_block_ids]
+        begun = [job for job in metadata.loads if job.is_async]
+        self._received.forget({job.req_id for job in begun})
+        for job in begun:
+            delay = self._script.rule(job.req_id).load_delay
+            self._async.append(_AsyncLoad(job, delay, job.failing_block_ids))
+
+    def load_layer(self, layer_name: str) -> None:
+        """Fill one layer of the step's synchronous loads."""
+        for job in self._sync:
+            self._fill(job, layer_name)
+
+    def _fill(self, job: LoadJob, layer_name: str) -> None:
+        for block in job.blocks:
+            self._fill_block(block, layer_name)
+
+    def _fill_block(self, block: LoadBlock, layer_name: str) -> None:
+        pages = self._pages[layer_name]
+        if block.pages is None:
+            pages[block.block_id] = _paint_of(pages, self._script.paint)
+        else:
+            pages[block.block_id] = block.pages[self._index[layer_name]]
+
+    def copy_layer(self, metadata: ScriptedMetadata, layer_name: str, pages: Any) -> None:
+        """Copy one layer of the blocks that the step saves."""
+        for block_hash, block_id in metadata.saves.items():
+            layers = self._copies.setdefault(block_hash, {})
+            layers[self._index[layer_name]] = _host_copy(pages[block_id])
+
+    def finished(
+        self, metadata: ScriptedMetadata, finished_req_ids: set[str]
+    ) -> tuple[set[str], set[str]]:
+        """Ids of (sends, loads) that end with this step, and repetitions."""
+        assert metadata.held <= finished_req_ids, "the scheduler side names ended requests only"
+        for req_id in metadata.held:
+            self._sending[req_id] = self._script.rule(req_id).send_delay
+        sent = self._sent.take(
+            [(i, self._script.rule(i).repeat_sending) for i in self._end_sends()]
+        )
+        received = self._received.take(
+            [(i, self._script.rule(i).repeat_recving) for i in self._end_loads()]
+        )
+        return sent, received
+
+    def _end_sends(self) -> list[str]:
+        ended = [req_id for req_id, left in self._sending.items() if left == 0]
+        going_on = {i: left for i, left in self._sending.items() if left != 0}
+        self._sending = {i: left and left - 1 for i, left in going_on.items()}
+        return ended
+
+    def _end_loads(self) -> list[str]:
+        """Fill and drop the loads whose time has come; count down the others."""
+        ended = [load for load in self._async if load.steps_left == 0]
+        self._async = [load for load in self._async if load.steps_left != 0]
+        for load in ended:
+            for layer_name in self._pages:
+                self._fill(load.job, layer_name)
+            self._report_invalid(load, len(load.unreported))
+        for load in self._async:
+            if load.steps_left is not None:
+                load.steps_left -= 1
+            if self._script.rule(load.job.req_id).report_early:
+                self._report_invalid(load, 1)
+        return [load.job.req_id for load in ended]
+
+    def _report_invalid(self, load: _AsyncLoad, most: int) -> None:
+        """Report at most so many of the load's failing blocks with this step."""
+        times = self._script.rule(load.job.req_id).repeat_invalid
+        self._new_invalid += [(block_id, times) for block_id in load.unreported[:most]]
+        del load.unreported[:most]
+
+    def take_invalid(self) -> set[int]:
+        """Blocks that failed in this step, and repetitions."""
+        new, self._new_invalid = self._new_invalid, []
+        return self._invalid.take(new)
+
+    def take_copies(self, metadata: ScriptedMetadata) -> ScriptedWorkerMetadata | None:
+        """What the step has copied, if it was to copy anything: blocks with all layers only."""
+        if not metadata.saves:
+            return None
+        whole: dict[BlockHash, Pages] = {
+            block_hash: [layers[index] for index in sorted(layers)]
+            for block_hash, layers in self._copies.items()
+            if len(layers) == len(self._pages)
+        }
+        return ScriptedWorkerMetadata({metadata.step_id: whole})
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no load and no held request is left, whatever is still repeated."""
+        return not (self._async or self._sending)
+
+
+def _host_copy(page: Any) -> Any:
+    if isinstance(page, torch.Tensor):
+        return page.detach().to("cpu", copy=True)
+    return page.copy()
+
+
+def _paint_of(pages: Any, paint: float) -> float:
+    """`paint` as the pages can hold it."""
+    if isinstance(pages, torch.Tensor):
+        fits = pages.is_floating_point()
+    else:
+        fits = np.issubdtype(pages.dtype, np.floating)
+    if fits:
+        return paint
+    return -1 if math.isnan(paint) else int(paint)
