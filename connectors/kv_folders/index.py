@@ -85,12 +85,11 @@ class FolderIndex:
             self._banned.pop(folder, None)
             self._add(folder, tuple(hashes))
 
-    def drop(self, folder: str, signature: Signature | None) -> None:
+    def drop(self, folder: str, signature: Signature) -> None:
         """A folder failed to load: forgotten, and kept out as long as it is the same one."""
         with self._lock:
             self._remove(folder)
-            if signature is not None:
-                self._banned[folder] = signature
+            self._banned[folder] = signature
 
     def _add(self, folder: str, hashes: tuple[bytes, ...]) -> None:
         self._remove(folder)

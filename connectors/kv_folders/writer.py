@@ -26,12 +26,16 @@ MAX_SAVES = 64
 
 
 class SaveEnd(enum.Enum):
-    """How a save ended."""
+    """How a save ended. The value is the counter for it."""
 
-    PUBLISHED = enum.auto()
-    QUEUE_FULL = enum.auto()
-    ERROR = enum.auto()
-    DISCARDED = enum.auto()
+    PUBLISHED = "blocks_saved"
+    QUEUE_FULL = "saves_dropped_queue_full"
+    ERROR = "saves_dropped_error"
+    DISCARDED = "saves_dropped_bad_blocks"
+
+    def count(self, tally: Tally, num_blocks: int) -> None:
+        """Count a save of so many blocks."""
+        tally.add(**{self.value: num_blocks if self is SaveEnd.PUBLISHED else 1})
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -80,7 +84,7 @@ class FolderWriter:
                 self._bytes_waiting += num_bytes
         if full:
             self._complain("it is behind: %d bytes are waiting", self._bytes_waiting)
-            self._tally.add(saves_dropped_queue_full=1)
+            SaveEnd.QUEUE_FULL.count(self._tally, 0)
             self._ended.append(EndedSave(save_id, SaveEnd.QUEUE_FULL))
         return not full
 
@@ -139,7 +143,7 @@ class FolderWriter:
         except Exception as error:  # noqa: BLE001 - as above
             self._fail(save_id, error)
             return
-        self._tally.add(blocks_saved=len(written[1].block_hashes))
+        SaveEnd.PUBLISHED.count(self._tally, len(written[1].block_hashes))
         self._end(EndedSave(save_id, SaveEnd.PUBLISHED, str(folder), manifest.block_hashes))
 
     def _discard(self, save_id: int) -> None:
@@ -147,12 +151,12 @@ class FolderWriter:
         if written is None:
             return
         self._folders.discard(written[0])
-        self._tally.add(saves_dropped_bad_blocks=1)
+        SaveEnd.DISCARDED.count(self._tally, 0)
         self._end(EndedSave(save_id, SaveEnd.DISCARDED))
 
     def _fail(self, save_id: int, error: Exception) -> None:
         self._complain("%s", error)
-        self._tally.add(saves_dropped_error=1)
+        SaveEnd.ERROR.count(self._tally, 0)
         self._end(EndedSave(save_id, SaveEnd.ERROR))
 
     def _end(self, ended: EndedSave) -> None:

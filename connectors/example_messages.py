@@ -1,0 +1,90 @@
+"""What the two sides of ExampleConnector tell each other. Plain frozen records."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from interlace.connectors.kv_folders.folders import Signature
+from interlace.connectors.kv_folders.writer import EndedSave
+from interlace.engine.kv_connector import KVConnectorMetadata, KVConnectorWorkerMetadata
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LoadPiece:
+    """Consecutive blocks of one folder, and where they go."""
+
+    folder: str
+    """Empty if the blocks have gone since they were promised."""
+    first: int
+    """Position in the folder's run."""
+    block_hashes: tuple[bytes, ...]
+    block_ids: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Load:
+    """All that one request loads."""
+
+    request_id: str
+    pieces: tuple[LoadPiece, ...]
+    is_async: bool
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Save:
+    """Copy these blocks in this step and write them aside."""
+
+    save_id: int
+    parent_hash: bytes
+    block_hashes: tuple[bytes, ...]
+    block_ids: tuple[int, ...]
+    is_filled: bool
+    """Earlier steps filled all of them: copy before this step's forward, if it has one."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ExampleMetadata(KVConnectorMetadata):
+    """One step's orders to the worker side."""
+
+    loads: tuple[Load, ...] = ()
+    saves: tuple[Save, ...] = ()
+    publish: frozenset[int] = frozenset()
+    """Saves of earlier steps that may become visible."""
+    discard: frozenset[int] = frozenset()
+    """Saves of earlier steps that must not."""
+    release: frozenset[str] = frozenset()
+    """Ended requests whose blocks were kept, and of whom no save is open: report them as sent."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LostFolder:
+    """A folder that failed to load, reported once for each load that it failed."""
+
+    folder: str
+    signature: Signature
+    """Of what was read: if it is still there, it is not to be tried again."""
+    was_removed: bool
+    """It was damaged; else it has gone, or could not be read or removed."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ExampleWorkerMetadata(KVConnectorWorkerMetadata):
+    """What the worker side reports with a step."""
+
+    copied: tuple[int, ...] = ()
+    """Saves whose blocks were copied in this step."""
+    ended: tuple[EndedSave, ...] = ()
+    """Since the last report."""
+    lost: tuple[LostFolder, ...] = ()
+    num_loaded: int = 0
+    """Blocks."""
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> ExampleWorkerMetadata:
+        """Both reports, one after the other."""
+        assert isinstance(other, ExampleWorkerMetadata)
+        return ExampleWorkerMetadata(
+            copied=self.copied + other.copied,
+            ended=self.ended + other.ended,
+            lost=self.lost + other.lost,
+            num_loaded=self.num_loaded + other.num_loaded,
+        )

@@ -1,0 +1,183 @@
+"""ExampleConnector's scheduler side: promises what the index holds, orders loads and saves.
+
+Runs on the event loop and does no file I/O. What can be saved follows from each step's message and
+the request's hashes, never from a count of its own, so preemption and truncation need no care.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from interlace.connectors.example_messages import (
+    ExampleMetadata,
+    ExampleWorkerMetadata,
+    Load,
+    LoadPiece,
+)
+from interlace.connectors.example_save_planner import SavePlanner, Tracked
+from interlace.connectors.kv_folders.counters import Tally
+from interlace.connectors.kv_folders.index import BlockPlace, FolderIndex
+from interlace.engine.kv_connector import KVCacheBlocks, KVConnectorOutput
+from interlace.engine.request import Request, RequestStatus
+from interlace.engine.scheduler_output import SchedulerOutput
+
+_NOWHERE = BlockPlace("", 0)
+
+
+class ExampleScheduler:
+    """See the module's docstring. The methods are the protocol's, on the event loop."""
+
+    def __init__(
+        self,
+        index: FolderIndex,
+        tally: Tally,
+        *,
+        block_size: int,
+        load_async: bool,
+        may_load: bool,
+        may_save: bool,
+    ) -> None:
+        """`index` was started. A producer may not load, a consumer may not save."""
+        self._index = index
+        self._tally = tally
+        self._block_size = block_size
+        self._load_async = load_async
+        self._may_load = may_load
+        self._may_save = may_save
+        self._planner = SavePlanner(index, tally)
+        self._requests: dict[str, Tracked] = {}
+        self._num_local: dict[str, int] = {}  # request id -> tokens it had at its latest query
+        self._loads: list[Load] = []  # for the next metadata
+
+    # ---------------------------------------------------------------- loads
+
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        """Tokens in whole stored blocks, with at least one token left to compute."""
+        tracked = self._requests.get(request.request_id)
+        if not self._may_load or (tracked is not None and tracked.load_failed):
+            return 0, False
+        if not self._index.is_ready:
+            return None, False
+        first = num_computed_tokens // self._block_size
+        last = (request.num_tokens - 1) // self._block_size
+        end = first
+        while end < last and request.block_hashes[end] in self._index:
+            end += 1
+        self._num_local[request.request_id] = num_computed_tokens
+        if end == first:
+            return 0, False
+        return end * self._block_size - num_computed_tokens, self._load_async
+
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
+        """Note the request's blocks, and order the load of those that were promised."""
+        (block_ids,) = blocks.get_block_ids()
+        tracked = self._requests.setdefault(request.request_id, Tracked(request))
+        tracked.block_ids = block_ids
+        tracked.num_settled = 0
+        if num_external_tokens == 0:
+            return
+        num_local = self._num_local.get(request.request_id, 0)
+        first = num_local // self._block_size
+        end = -(-(num_local + num_external_tokens) // self._block_size)
+        pieces = tuple(self._pieces(request.block_hashes[first:end], block_ids[first:end]))
+        self._loads.append(Load(request.request_id, pieces, self._load_async))
+        tracked.is_loading = self._load_async
+
+    def _pieces(self, hashes: Sequence[bytes], block_ids: Sequence[int]) -> Iterator[LoadPiece]:
+        """Neighbours in one folder together. Blocks that have gone since are in none."""
+        places = [self._index.find(block_hash) or _NOWHERE for block_hash in hashes]
+        begin = 0
+        for i in range(1, len(places) + 1):
+            folder, first = places[begin]
+            if i == len(places) or places[i] != (folder, first + i - begin):
+                yield LoadPiece(folder, first, tuple(hashes[begin:i]), tuple(block_ids[begin:i]))
+                begin = i
+
+    # ---------------------------------------------------------------- steps
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> ExampleMetadata:
+        """The step's orders."""
+        before = self._follow(scheduler_output)
+        for request_id, num_new in scheduler_output.num_scheduled_tokens.items():
+            tracked = self._requests.get(request_id)
+            if tracked is not None and self._may_save:
+                begin, end = before[request_id], before[request_id] + num_new
+                self._planner.plan(tracked, begin // self._block_size, end // self._block_size)
+        orders = self._planner.take_orders()
+        loads, self._loads = self._loads, []
+        return ExampleMetadata(
+            loads=tuple(loads),
+            saves=tuple(orders.saves),
+            publish=frozenset(orders.publish),
+            discard=frozenset(orders.discard),
+            release=frozenset(orders.release),
+        )
+
+    def _follow(self, scheduler_output: SchedulerOutput) -> Mapping[str, int]:
+        """Keep the block tables. Request id -> tokens computed before the step."""
+        for request_id in scheduler_output.preempted_req_ids & self._requests.keys():
+            self._requests[request_id].block_ids = []
+        cached = scheduler_output.scheduled_cached_reqs
+        for request_id, added in zip(cached.req_ids, cached.new_block_ids, strict=True):
+            tracked = self._requests.get(request_id)
+            if tracked is None:
+                continue
+            if request_id in cached.resumed_req_ids:
+                tracked.block_ids, tracked.num_settled = [], 0
+            tracked.block_ids.extend(added[0] if added else ())
+        new = {one.req_id: one.num_computed_tokens for one in scheduler_output.scheduled_new_reqs}
+        return new | dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        """Bad blocks first, then what the worker side reports of loads and saves."""
+        invalid = connector_output.invalid_block_ids
+        if invalid:
+            self._planner.distrust(invalid)
+            self._look_again(invalid)
+        for request_id in (connector_output.finished_recving or set()) & self._requests.keys():
+            self._requests[request_id].is_loading = False
+        report = connector_output.kv_connector_worker_meta
+        if not isinstance(report, ExampleWorkerMetadata):
+            return
+        for lost in report.lost:
+            self._index.drop(lost.folder, lost.signature)
+            self._tally.add(damaged_folders=lost.was_removed)
+        self._tally.add(blocks_loaded=report.num_loaded)
+        self._planner.allow(report.copied)
+        for ended in report.ended:
+            self._planner.end(ended)
+
+    def _look_again(self, invalid: set[int]) -> None:
+        """Blocks that were stored are so no longer. Who lost some does not try them again: a
+        load that fails each time would be promised for ever."""
+        for tracked in self._requests.values():
+            tracked.num_settled = 0
+            tracked.load_failed |= not invalid.isdisjoint(tracked.block_ids)
+
+    def request_finished(
+        self, request: Request, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Keep the request while a save of it is open; plan what is known to be full only now.
+
+        Plan nothing of a request that failed. Keep none that still loads: the end of its load
+        frees its blocks, and no second report may come.
+        """
+        self._num_local.pop(request.request_id, None)
+        tracked = self._requests.pop(request.request_id, None)
+        if tracked is None or tracked.is_loading:
+            return False, None
+        failed = request.status is RequestStatus.FINISHED_ERROR
+        if self._may_save and tracked.block_ids and not failed:
+            tracked.block_ids = list(block_ids)
+            num_filled = request.num_computed_tokens // self._block_size
+            self._planner.plan(tracked, num_filled, num_filled)
+        tracked.is_kept = bool(tracked.open_saves)
+        return tracked.is_kept, None
+
+    def __repr__(self) -> str:
+        return f"<ExampleScheduler requests={len(self._requests)} {self._planner!r}>"
