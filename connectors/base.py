@@ -216,7 +216,7 @@ class KVConnectorBase_V1(ABC):  # noqa: N801 - the protocol's name
         `request_finished` returned True; their blocks return to the pool. Receiving: every
         asynchronous load, whether it went well or badly, and also if its request was aborted
         meanwhile. Until it is reported, the request waits and its blocks stay; reported early, it
-        computes on what is not there.
+        computes on what is not there. An id that nobody waits for is counted and ignored.
         """
         return None, None
 
@@ -294,8 +294,9 @@ class KVConnectorBase_V1(ABC):  # noqa: N801 - the protocol's name
         """The request ended: whether its blocks must stay, and `kv_transfer_params` for its caller.
 
         Once per request, before its blocks are freed; `block_ids` is empty if it never held any.
-        True keeps them until `get_finished` reports the id as sent: never reported, never free.
-        After an exception the blocks are freed and the caller gets no parameters.
+        True keeps them until `get_finished` reports the id as sent: never reported, never free. If
+        an asynchronous load of the request is under way, its blocks stay until that is reported.
+        After an exception the blocks are freed and the request ends with an error.
         """
         return False, None
 
