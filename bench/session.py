@@ -13,6 +13,7 @@ from interlace.bench.experiments import Bench, Outcome
 from interlace.bench.machine import machine_facts
 from interlace.bench.report import Report
 from interlace.bench.workload import WorkSource
+from interlace.engine.config import KVTransferConfig
 from interlace.engine.device_thread import DeviceThread
 from interlace.engine.ports import Clock, Progress
 
@@ -31,6 +32,8 @@ class Settings:
     max_inflight_steps: tuple[int, ...] = ()
     """One engine for each; empty means one with the default."""
     against_transformers: bool = False
+    kv_transfer_config: KVTransferConfig | None = None
+    """Of each engine."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -112,6 +115,7 @@ async def _open_engines(stack: AsyncExitStack, prepared: Prepared, clock: Clock)
             dtype="float32",
             skip_tokenizer_init=True,
             max_inflight_steps=depth,
+            kv_transfer_config=prepared.settings.kv_transfer_config,
         )
         engine = await stack.enter_async_context(
             AsyncEngine.from_loaded(config, prepared.loaded, device=prepared.device, clock=clock)
@@ -136,7 +140,9 @@ async def run_benchmark(
     """
     async with open_bench(prepared, clock, progress) as bench:
         rows, checks = await experiment(bench)
-    settings = {"model": prepared.settings.model} | shape
+    settings: dict[str, object] = {"model": prepared.settings.model} | shape
+    if prepared.settings.kv_transfer_config is not None:
+        settings["kv_connector"] = prepared.settings.kv_transfer_config.kv_connector
     return Report(name, settings, prepared.machine, rows, checks)
 
 

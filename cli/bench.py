@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from interlace.cli.bench_output import StillProgress, check_json_target, show
+from interlace.cli.kv_options import KVConfig, KVConnector, KVDir, kv_transfer_config
 from interlace.cli.progress import progress_for
 from interlace.cli.running import run
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
     from interlace.bench.experiments import Bench, Outcome
     from interlace.bench.session import Settings
+    from interlace.engine.config import KVTransferConfig
 
 app = typer.Typer(
     name="bench",
@@ -74,6 +76,9 @@ def decode(
     repeats: Repeats = 5,
     vs: Against = None,
     max_inflight_steps: InflightSteps = None,
+    kv_connector: KVConnector = None,
+    kv_transfer_config_json: KVConfig = None,
+    kv_dir: KVDir = None,
     json: JsonTarget = None,
 ) -> None:
     """Tokens per second from the first token to the last, prefill excluded."""
@@ -82,9 +87,10 @@ def decode(
 
     sizes = parse_counts("--batch-sizes", batch_sizes, MAX_BATCH_SIZE)
     shape = Shape(prompt_tokens, output_tokens, repeats)
+    kv = kv_transfer_config(kv_connector, kv_transfer_config_json, kv_dir)
     _measure(
         "decode",
-        _settings(model, max_inflight_steps, vs),
+        _settings(model, max_inflight_steps, vs, kv),
         lambda bench: experiments.decode(bench, sizes, shape),
         {"prompt_tokens": prompt_tokens, "output_tokens": output_tokens, "repeats": repeats},
         json,
@@ -99,6 +105,9 @@ def prefill(
     repeats: Repeats = 5,
     vs: Against = None,
     max_inflight_steps: InflightSteps = None,
+    kv_connector: KVConnector = None,
+    kv_transfer_config_json: KVConfig = None,
+    kv_dir: KVDir = None,
     json: JsonTarget = None,
 ) -> None:
     """Time to the first token of prompts that were never seen before."""
@@ -107,9 +116,10 @@ def prefill(
 
     sizes = parse_counts("--batch-sizes", batch_sizes, MAX_BATCH_SIZE)
     shape = Shape(prompt_tokens, 1, repeats)
+    kv = kv_transfer_config(kv_connector, kv_transfer_config_json, kv_dir)
     _measure(
         "prefill",
-        _settings(model, max_inflight_steps, vs),
+        _settings(model, max_inflight_steps, vs, kv),
         lambda bench: experiments.prefill(bench, sizes, shape),
         {"prompt_tokens": prompt_tokens, "repeats": repeats},
         json,
@@ -161,8 +171,18 @@ def schedule(
 @app.command()
 def kv(
     model: Model = "smollm2-135m",
-    prompt_tokens: PromptTokens = 960,
-    repeats: Repeats = 5,
+    prompt_tokens: Annotated[
+        int, typer.Option("--prompt-tokens", min=32, help="Tokens of a prompt to save or load.")
+    ] = 960,
+    repeats: Annotated[
+        int,
+        typer.Option(
+            "--repeats",
+            min=1,
+            help="Measured rounds of loading. Saving and idling are compared in 2 to 8 times as "
+            "many pairs, until the noise is small.",
+        ),
+    ] = 5,
     kv_dir: Annotated[
         str | None,
         typer.Option(
@@ -207,13 +227,23 @@ def parse_counts(option: str, text: str, most: int) -> tuple[int, ...]:
     return counts
 
 
-def _settings(model: str, max_inflight_steps: str | None, vs: str | None) -> Settings:
+def _settings(
+    model: str,
+    max_inflight_steps: str | None,
+    vs: str | None,
+    kv: KVTransferConfig | None = None,
+) -> Settings:
     from interlace.bench.session import Settings
 
     depths: tuple[int, ...] = ()
     if max_inflight_steps is not None:
         depths = parse_counts("--max-inflight-steps", max_inflight_steps, 2)
-    return Settings(model, depths, against_transformers=vs is not None)
+    if kv is not None and len(depths) > 1:
+        raise typer.BadParameter(
+            "with a KV connector one engine could load what the other has saved; give one depth.",
+            param_hint="--max-inflight-steps",
+        )
+    return Settings(model, depths, against_transformers=vs is not None, kv_transfer_config=kv)
 
 
 def _measure(

@@ -103,6 +103,14 @@ def test_a_folder_for_kv_that_is_not_there_is_refused_before_anything_is_loaded(
     assert "no files can be kept in no/such (No such file or directory)" in str(result.exception)
 
 
+@pytest.mark.parametrize("command", ["decode", "prefill"])
+def test_two_engines_never_share_a_connector_s_files(command: str) -> None:
+    arguments = [command, "--kv-dir", "d", "--max-inflight-steps", "1,2", "--model", "no such"]
+    result = CliRunner().invoke(bench.app, arguments)
+    assert result.exit_code == 2
+    assert "give one depth" in " ".join(result.output.replace("\u2502", " ").split())
+
+
 @pytest.mark.parametrize("command", ["decode", "prefill", "hit", "kv", "schedule"])
 def test_help(command: str) -> None:
     result = CliRunner().invoke(bench.app, [command, "--help"])
