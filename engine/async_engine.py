@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from interlace.engine.clock import MonotonicClock
-from interlace.engine.config import EngineConfig, ModelConfig
+from interlace.engine.config import EngineConfig, KVTransferConfig, ModelConfig
 from interlace.engine.device_thread import DeviceThread, finish_despite_cancel, with_ordinary_errors
 from interlace.engine.errors import (
     EngineBusyError,
@@ -30,7 +30,7 @@ from interlace.engine.loop import StepLoop
 from interlace.engine.mailbox import Mailbox
 from interlace.engine.output_processor import OutputProcessor
 from interlace.engine.outputs import Completion, RequestOutput, Usage, merge_outputs
-from interlace.engine.ports import Clock, StepRunner
+from interlace.engine.ports import Clock, SchedulerConnector, StepRunner
 from interlace.engine.prompt import (
     ChatMessages,
     Prompt,
@@ -66,10 +66,12 @@ class AsyncEngine:
         tokenizer: Tokenizer | None,
         *,
         device: DeviceThread | None = None,
+        connector: SchedulerConnector | None = None,
         clock: Clock | None = None,
     ) -> None:
         """`config` is resolved. `device` is the thread on which `runner` was made; whoever gives
-        one closes it after the engine."""
+        one closes it after the engine. `connector` is the scheduler side of the KV connector whose
+        worker side `runner` has; the engine ends both."""
         self.config = config
         self.model_config = model_config
         self.tokenizer = tokenizer
@@ -84,7 +86,10 @@ class AsyncEngine:
             model_config.eos_token_ids,
             self._clock,
             self._events,
+            connector,
+            (config.kv_transfer_config or KVTransferConfig()).kv_load_failure_policy,
         )
+        self._has_connector = connector is not None
         self._outputs = OutputProcessor(self._scheduler, tokenizer, self._clock, self._events)
         self._preparing: dict[str, Mailbox] = {}  # request id -> mailbox, until it is aborted
         self._num_preparing = 0  # those whose thread has not ended, aborted ones included
@@ -131,10 +136,15 @@ class AsyncEngine:
             self._events.close()
             self._text_threads.shutdown(wait=False)
             try:
-                await finish_despite_cancel(self._device.submit(self._runner.close))
+                await finish_despite_cancel(self._device.submit(self._close_parts))
             finally:
                 if self._owns_device:
                     self._device.close()
+
+    def _close_parts(self) -> None:
+        """Device thread: connectors may wait for files."""
+        self._scheduler.close()
+        self._runner.close()
 
     def _die(self, cause: Exception) -> None:
         """The step loop failed: every waiting and every later caller gets the same error."""
@@ -204,6 +214,7 @@ class AsyncEngine:
             block_size=self.config.block_size,
             priority=priority,
             cache_salt=cache_salt,
+            kv_transfer_params=None if kv_transfer_params is None else dict(kv_transfer_params),
         )
         mailbox = Mailbox()
         if token_ids is not None and len(token_ids) <= INLINE_TOKENS:
@@ -298,12 +309,16 @@ class AsyncEngine:
             raise RequestError(f"priority must be a whole number, not {priority!r}.")
         if cache_salt is not None and not isinstance(cache_salt, str):
             raise RequestError(f"cache_salt must be a string, not {type(cache_salt).__name__}.")
-        if kv_transfer_params is not None:
+        if kv_transfer_params is None:
+            return
+        if not isinstance(kv_transfer_params, Mapping):
+            raise RequestError(f"kv_transfer_params must be a mapping: {kv_transfer_params!r}.")
+        if not self._has_connector:
             raise RequestError("kv_transfer_params need a KV connector; this engine has none.")
 
     def _check_room(self) -> None:
         most = self.config.max_waiting_requests
-        if len(self._scheduler.waiting) + self._num_preparing >= most:
+        if self._scheduler.num_waiting_requests + self._num_preparing >= most:
             raise EngineBusyError(
                 f"{most} requests are waiting already (max_waiting_requests); "
                 "retry when some have finished."
@@ -314,7 +329,7 @@ class AsyncEngine:
             request_id = f"request-{arrival}"
         if not isinstance(request_id, str) or not request_id:
             raise RequestError(f"request_id must be a non-empty string, not {request_id!r}.")
-        if request_id in self._scheduler.requests or request_id in self._preparing:
+        if self._scheduler.knows(request_id) or request_id in self._preparing:
             raise RequestError(f"request_id {request_id!r} is in use; choose another one.")
         return request_id
 
@@ -361,10 +376,10 @@ class AsyncEngine:
         """Forget all cached KV on the device.
 
         Returns False, and does nothing, while a request or a step in flight needs any block.
-        `reset_connector` asks the KV connector to forget too; without a connector there is
-        nothing more to forget.
+        `reset_connector` asks the KV connector to forget too, and adds its answer; without a
+        connector there is nothing more to forget. Raises: `ConnectorError`.
         """
-        return self._scheduler.reset_prefix_cache()
+        return self._scheduler.reset_prefix_cache(reset_connector=reset_connector)
 
     def snapshot(self) -> EngineSnapshot:
         """A frozen picture of queues, blocks and totals, as of now."""

@@ -41,6 +41,8 @@ class IncrementalDetokenizer:
         self._decoder.decode(tail)
         self._owed = self._decoder.getstate()[0]
         """Bytes of the character that the prompt left unfinished, until its fate is known."""
+        self._owed_marks = self._owed.decode("utf-8", "replace")
+        """What stands for them if it is never finished; two marks for half of a surrogate."""
 
     def _last_bytes(self, token_ids: Sequence[int]) -> bytes:
         """The last visible bytes of a prompt, three if there are as many."""
@@ -68,8 +70,8 @@ class IncrementalDetokenizer:
         if self._owed:
             self._owed = (self._owed + data)[: MAX_HELD_BYTES + 1]
             if text:
-                # A mark that comes first is the prompt's, unless the bytes really spell one.
+                # Marks that come first are the prompt's, unless the bytes really spell one.
                 genuine = self._owed.startswith(_MARK.encode())
-                text = text if genuine else text.removeprefix(_MARK)
+                text = text if genuine else text.removeprefix(self._owed_marks)
                 self._owed = b""
         return text

@@ -6,6 +6,7 @@ Knows requests and the pool, not the step budget. Loop thread only, never awaits
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from interlace.engine.block_pool import BlockPool, BlockTokens, KVCacheBlock
@@ -24,6 +25,10 @@ class PrefixHit(NamedTuple):
     """In `blocks`, and those to copy from `tail`."""
     tail: KVCacheBlock | None = None
     """A block whose first tokens are the next ones; they are copied into a block of our own."""
+
+    def aligned(self, block_size: int) -> PrefixHit:
+        """The whole blocks of it."""
+        return PrefixHit(self.blocks, len(self.blocks) * block_size)
 
 
 class _Fenced(NamedTuple):
@@ -44,11 +49,12 @@ class KVCacheManager:
         self._pending: dict[int, list[KVCacheBlock]] = {}  # step id -> blocks that it fills
         self._fenced: deque[_Fenced] = deque()  # in order of step id
 
-    def find_longest_hit(self, request: Request) -> PrefixHit:
+    def find_longest_hit(self, request: Request, num_reserved: int = 0) -> PrefixHit:
         """Blocks that hold the request's prefix, published or pending; holds nothing yet.
 
         At least one token is left to compute, since something must be sampled from. Tokens are
-        copied from a last block only if the pool has room for both, the source and the copy.
+        copied from a last block only if the pool has room for both, the source and the copy,
+        beside `num_reserved` blocks.
         """
         most = (request.num_tokens - 1) // self.block_size
         blocks = []
@@ -64,15 +70,23 @@ class KVCacheManager:
         if start is not None:
             tail, num_equal = start
             hit = PrefixHit(blocks, num_tokens + num_equal, tail)
-            if self.can_admit(request, hit):
+            if self.can_admit(request, hit, num_reserved):
                 return hit
         return PrefixHit(blocks, num_tokens)
 
-    def can_admit(self, request: Request, hit: PrefixHit) -> bool:
-        """Whether all known tokens of the request fit beside what others hold now."""
+    def can_admit(self, request: Request, hit: PrefixHit, num_reserved: int = 0) -> bool:
+        """Whether all known tokens of the request fit beside what others hold now.
+
+        `num_reserved` blocks are left to others.
+        """
         num_new = -(-request.num_tokens // self.block_size) - len(hit.blocks)
         held = hit.blocks if hit.tail is None else [*hit.blocks, hit.tail]
-        return num_new + self.pool.num_free_among(held) <= self.pool.num_free_blocks
+        num_taken = num_new + self.pool.num_free_among(held)
+        return num_taken + num_reserved <= self.pool.num_free_blocks
+
+    def num_missing_blocks(self, request: Request) -> int:
+        """Blocks that the request needs for all its known tokens and does not hold yet."""
+        return max(0, -(-request.num_tokens // self.block_size) - len(request.blocks))
 
     def take_hit(self, request: Request, hit: PrefixHit, step_id: int) -> None:
         """Give the request, which holds nothing, the blocks of its cached prefix.
@@ -114,6 +128,26 @@ class KVCacheManager:
             ):
                 self._pending.setdefault(step_id, []).append(request.blocks[i])
         request.num_hashed_blocks = max(request.num_hashed_blocks, num_full)
+
+    def publish_loaded(self, request: Request, num_tokens: int) -> None:
+        """The request's first `num_tokens` tokens lie in its blocks: publish the full ones."""
+        num_full = min(num_tokens // self.block_size, len(request.block_hashes))
+        for i in range(request.num_hashed_blocks, num_full):
+            block = request.blocks[i]
+            tokens = self._tokens_of(request, i)
+            # No step fills it: it is published on the spot.
+            if self.pool.mark_pending(block, request.block_hashes[i], tokens, step_id=0):
+                self.pool.publish(block)
+        request.num_hashed_blocks = max(request.num_hashed_blocks, num_full)
+
+    def withdraw(self, blocks: Sequence[KVCacheBlock]) -> None:
+        """Nothing that these blocks hold, or will hold after a step in flight, may be found."""
+        gone = {block.block_id for block in blocks}
+        for block in blocks:
+            self.pool.withdraw(block)
+        for i, fenced in enumerate(self._fenced):
+            if fenced.tail is not None and fenced.tail[0].block_id in gone:
+                self._fenced[i] = fenced._replace(tail=None)
 
     def apply_step(self, step_id: int) -> None:
         """Step `step_id` was applied: publish what it filled, free what only it still touched."""

@@ -1,12 +1,14 @@
 """The step loop: plan, launch, apply. Up to `max_inflight_steps` steps are under way at once.
 
 The only task that touches the scheduler's steps. It sleeps until a request comes or goes, or a
-step ends; it never polls and never computes on the device.
+step ends; it never computes on the device. Where only a KV connector can bring news, it runs empty
+steps, at first often and then ever more seldom.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections import deque
 from collections.abc import Callable
@@ -20,6 +22,12 @@ from interlace.engine.scheduler import Scheduler
 from interlace.engine.scheduler_output import SchedulerOutput
 
 logger = logging.getLogger(__name__)
+
+FIRST_POLL_S = 0.0005
+LONGEST_POLL_S = 0.020
+"""Between empty steps, while a connector has transfers under way and nothing else is to do."""
+CLOSING_S = 5.0
+"""How long a loop that was told to stop waits for ended requests that a connector still holds."""
 
 
 class StepLoop:
@@ -42,15 +50,24 @@ class StepLoop:
         self._events = events
         self._wake = asyncio.Event()
         self._stopping = False
+        self._closing_until_s = 0.0
+        self._poll_due = False
+        self._poll_s = FIRST_POLL_S
         self._inflight: deque[tuple[SchedulerOutput, asyncio.Future[ModelRunnerOutput]]] = deque()
 
     def wake(self) -> None:
         """Look for work: a request came or went. Loop thread."""
+        self._poll_s = FIRST_POLL_S
         self._wake.set()
 
     def stop(self) -> None:
-        """Launch nothing more; `run` returns when the steps in flight are applied."""
+        """Let `run` return when the steps in flight are applied; all requests have ended.
+
+        Requests that a KV connector holds, for example to publish what it saved of them, get
+        `CLOSING_S` seconds of empty steps.
+        """
         self._stopping = True
+        self._closing_until_s = self._clock.monotonic() + CLOSING_S
         self._wake.set()
 
     async def run(self, on_fatal: Callable[[Exception], None]) -> None:
@@ -64,10 +81,9 @@ class StepLoop:
                 self._wake.clear()
                 self._apply_ended_steps()
                 self._launch_steps()
-                if self._stopping and not self._inflight:
+                if self._stopping and not self._inflight and not self._lingers:
                     return
-                # A step that ended meanwhile has set the flag again.
-                await self._wake.wait()
+                await self._sleep()
         except Exception as error:
             logger.exception("the step loop failed")
             on_fatal(error)
@@ -78,12 +94,34 @@ class StepLoop:
         finally:
             await self._drain()
 
+    @property
+    def _lingers(self) -> bool:
+        """Whether a loop that was told to stop has ended requests to see off."""
+        is_time = self._clock.monotonic() < self._closing_until_s
+        return is_time and self._scheduler.num_held_requests > 0
+
+    async def _sleep(self) -> None:
+        """Until there is news, or until it is time to ask a KV connector for some."""
+        if self._inflight or not self._scheduler.awaits_connector:
+            # A step that ended meanwhile has set the flag again.
+            await self._wake.wait()
+            return
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._wake.wait(), self._poll_s)
+            return
+        self._poll_due = True
+        self._poll_s = min(2 * self._poll_s, LONGEST_POLL_S)
+
     def _launch_steps(self) -> None:
         depth = self._scheduler.config.max_inflight_steps
-        while not self._stopping and len(self._inflight) < depth:
-            plan = self._scheduler.schedule()
+        while len(self._inflight) < depth:
+            if self._stopping and not self._lingers:
+                return
+            plan = self._scheduler.schedule(poll=self._poll_due)
+            self._outputs.process(self._scheduler.take_failed())
             if plan is None:
                 return
+            self._poll_due = False
             future = self._device.submit(self._runner.execute, plan)
             future.add_done_callback(lambda _: self._wake.set())
             self._inflight.append((plan, future))
@@ -93,7 +131,10 @@ class StepLoop:
     def _apply_ended_steps(self) -> None:
         while self._inflight and self._inflight[0][1].done():
             plan, future = self._inflight.popleft()
-            updates = self._scheduler.update_from_output(plan, future.result())
+            output = future.result()
+            if plan.total_num_scheduled_tokens or output.kv_connector_output is not None:
+                self._poll_s = FIRST_POLL_S
+            updates = self._scheduler.update_from_output(plan, output)
             self._outputs.process(updates)
 
     async def _drain(self) -> None:

@@ -131,6 +131,7 @@ class OutputProcessor:
                 stop_reason=request.stop_reason,
                 error=request.error,
                 usage=request.usage(),
+                kv_transfer_params=request.response_kv_transfer_params,
             )
         )
 

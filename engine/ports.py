@@ -89,6 +89,10 @@ class SchedulerConnector(Protocol):
         """The request ended: whether its blocks must stay, and parameters for its caller."""
         ...
 
+    def reset_cache(self) -> bool | None:
+        """Forget all stored KV; only False says that it failed."""
+        ...
+
     def shutdown(self) -> None:
         """Release what the connector holds; called once."""
         ...

@@ -19,6 +19,7 @@ class RequestStatus(enum.IntEnum):
     """Where a request is. Everything after PREEMPTED is finished (vLLM's order)."""
 
     WAITING = enum.auto()
+    WAITING_FOR_REMOTE_KVS = enum.auto()
     RUNNING = enum.auto()
     PREEMPTED = enum.auto()
     FINISHED_STOPPED = enum.auto()
@@ -50,7 +51,8 @@ class Request:
 
     Token ranges, always 0 <= num_computed_tokens <= num_tokens_in_flight:
 
-        [0, num_computed_tokens)        KV computed, or being computed by a step in flight
+        [0, num_computed_tokens)        KV computed, or being computed by a step in flight, or
+                                        being loaded (WAITING_FOR_REMOTE_KVS)
         [.., num_tokens)                tokens whose ids are known: prompt and output
         [.., num_tokens_in_flight)      and those that steps in flight will sample
     """
@@ -93,12 +95,19 @@ class Request:
         self.num_hashed_blocks = 0
         """Blocks at the front of `blocks` whose content was offered to the pool."""
         self.block_hashes: list[BlockHash] = []
+        self.epoch = 0
+        """Counts how often computed tokens were lost to bad KV: results of older steps are void."""
+        self.num_failed_loads = 0
+        self.load_start = 0
+        """Where the latest asynchronous load begins; all before it was cached on the device."""
         self.last_step_id = 0
         """The newest step that touches `blocks`."""
         self.num_preemptions = 0
         self.num_local_cached_tokens: int | None = None
         """Of the first scheduled prefill; None before it."""
         self.num_external_cached_tokens = 0
+        self.response_kv_transfer_params: dict[str, Any] | None = None
+        """What the KV connector has to say to the caller at the end."""
 
         self._root_hash = root_hash(cache_salt=cache_salt)
         self._block_size = block_size
@@ -106,6 +115,23 @@ class Request:
 
     def _extend_hashes(self) -> None:
         extend_hashes(self.block_hashes, self._root_hash, self.all_token_ids, self._block_size)
+
+    def set_back(self, num_tokens: int) -> None:
+        """Forget all KV from position `num_tokens` on, and whatever steps in flight compute.
+
+        Its blocks stay; the caller has withdrawn their content.
+        """
+        assert num_tokens <= self.num_computed_tokens
+        self.epoch += 1
+        self.num_computed_tokens = num_tokens
+        self.num_output_placeholders = 0
+        self.num_hashed_blocks = min(self.num_hashed_blocks, num_tokens // self._block_size)
+        if self.num_local_cached_tokens is not None and not self.num_output_tokens:
+            # Still in the first prefill: what was lost is computed after all.
+            self.num_local_cached_tokens = min(self.num_local_cached_tokens, num_tokens)
+            self.num_external_cached_tokens = min(
+                self.num_external_cached_tokens, num_tokens - self.num_local_cached_tokens
+            )
 
     def append_output(self, token_id: int) -> None:
         """Take a sampled token whose placeholder was counted before."""

@@ -33,10 +33,13 @@ class RequestQueue:
         assert self._items[index] is request, f"{request!r} is not in this queue"
         del self._items[index]
 
-    @property
-    def head(self) -> Request:
-        """The request to serve first."""
-        return self._items[0]
+    def __contains__(self, request: Request) -> bool:
+        index = bisect.bisect_left(self._items, self._key(request), key=self._key)
+        return index < len(self._items) and self._items[index] is request
+
+    def __getitem__(self, place: int) -> Request:
+        """The request at this place; 0 is served first."""
+        return self._items[place]
 
     @property
     def tail(self) -> Request:

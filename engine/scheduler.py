@@ -4,6 +4,12 @@ There are no prefill and decode phases, only tokens to catch up. Plain synchrono
 loop thread: it never awaits, does no I/O and reads no clock but the injected one. Knows nothing
 of text, tokenizers or the device.
 
+A KV connector may bring a part of a prompt. In the step itself (the request runs, and no further
+step is planned until this one is applied), or asynchronously (the request holds its blocks, in
+the state WAITING_FOR_REMOTE_KVS, until the connector reports). Requests that wait with blocks are
+served before those without, and the blocks that they still need are left to them, so none of
+them ever waits for one that waits for it.
+
 Preemption: when a running request cannot get its next block, the request that is last in
 scheduling order gives up all of its blocks and is computed again later. That happens only while
 no step is in flight; with steps in flight the scheduler first lets them drain, so a victim never
@@ -13,11 +19,15 @@ has a token under way and its blocks are free at once.
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Literal, NamedTuple
 
 from interlace.engine.block_pool import KVCacheBlock
 from interlace.engine.config import CacheConfig, SchedulerConfig
+from interlace.engine.connector_calls import ConnectorCalls, Match
+from interlace.engine.errors import ConnectorError
 from interlace.engine.events import (
     EventBus,
     RequestPreempted,
@@ -26,17 +36,19 @@ from interlace.engine.events import (
     StepDone,
     StepScheduled,
 )
-from interlace.engine.kv_cache_manager import KVCacheManager
+from interlace.engine.kv_cache_manager import KVCacheManager, PrefixHit
+from interlace.engine.kv_connector import KVConnectorOutput
 from interlace.engine.outputs import ModelRunnerOutput, TokenLogprobs
-from interlace.engine.ports import Clock
+from interlace.engine.ports import Clock, SchedulerConnector
 from interlace.engine.request import Request, RequestStatus
 from interlace.engine.request_queue import RequestQueue
-from interlace.engine.scheduler_output import (
-    BlockCopy,
-    CachedRequestData,
-    NewRequestData,
-    SchedulerOutput,
-)
+from interlace.engine.scheduler_output import SchedulerOutput
+from interlace.engine.step_plan import ScheduledRequest, StepPlan, build_output
+
+logger = logging.getLogger(__name__)
+
+MAX_FAILED_LOADS = 2
+"""After so many the connector is not asked for this request any more: it might promise for ever."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -57,35 +69,26 @@ class SchedulerStats:
     """Of requests scheduled for the first time."""
     num_local_cached_tokens: int = 0
     num_generated_tokens: int = 0
+    num_external_cached_tokens: int = 0
+    """Loaded, of prompts scheduled for the first time."""
     num_preemptions: int = 0
     num_finished_requests: int = 0
+    num_connector_queried_tokens: int = 0
+    """That the KV connector was asked for, counted when the blocks were allocated."""
+    num_connector_hit_tokens: int = 0
+    """That it promised then."""
+    num_invalid_blocks: int = 0
+    """Promised and not brought."""
+    num_stray_reports: int = 0
+    """Ids reported by the connector that nobody waited for: late, repeated or wrong."""
 
 
-@dataclasses.dataclass(slots=True)
-class _Scheduled:
-    """One request's share of one step."""
+class _Held(NamedTuple):
+    """An ended request whose blocks stay until the connector reports."""
 
     request: Request
-    num_tokens: int
-    num_computed_tokens: int
-    """Before the step."""
-    new_blocks: list[KVCacheBlock]
-    kind: RequestStatus
-    """What the request was before: WAITING (new), PREEMPTED (resumed) or RUNNING."""
-    copied_from: KVCacheBlock | None = None
-    """The block whose content the first of `new_blocks` begins with."""
-
-    @property
-    def samples(self) -> bool:
-        """Whether the step computes the request's last token, so that the next is sampled."""
-        return self.num_computed_tokens + self.num_tokens == self.request.num_tokens_in_flight
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _InflightStep:
-    step_id: int
-    scheduled: list[tuple[Request, bool]]
-    """(request, whether a token is sampled for it)."""
+    stays: bool
+    """The connector asked for it; else a load has not ended yet."""
 
 
 class Scheduler:
@@ -98,12 +101,18 @@ class Scheduler:
         eos_token_ids: Iterable[int],
         clock: Clock,
         events: EventBus,
+        connector: SchedulerConnector | None = None,
+        kv_load_failure_policy: Literal["fail", "recompute"] = "fail",
     ) -> None:
         self.config = config
         self.kv_cache = KVCacheManager(cache_config, clock, events)
         self.requests: dict[str, Request] = {}
         """Every request that has not ended, by id."""
         self.waiting = RequestQueue(config.policy)
+        """Those that hold no blocks."""
+        self.parked = RequestQueue(config.policy)
+        """Those that hold blocks and do not run: KV is being loaded, or was and they wait for a
+        place."""
         self.running = RequestQueue(config.policy)
         self.stats = SchedulerStats()
         pool_tokens = self.kv_cache.pool.num_usable_blocks * cache_config.block_size
@@ -112,8 +121,14 @@ class Scheduler:
         self._eos_token_ids = frozenset(eos_token_ids)
         self._clock = clock
         self._events = events
+        self._connector = None if connector is None else ConnectorCalls(connector, clock)
+        self._recomputes = kv_load_failure_policy == "recompute"
+        self._loaded: set[str] = set()  # ids of parked requests whose load has ended
+        self._held: dict[str, _Held] = {}  # request id -> ended request whose blocks must stay
+        self._failed: list[Request] = []  # ended by schedule(), their callers not told yet
+        self._some_deferred = False  # whether the connector asked to be asked again
         self._finished_req_ids: set[str] = set()  # since the last schedule()
-        self._inflight: deque[_InflightStep] = deque()
+        self._inflight: deque[StepPlan] = deque()
         self._last_step_id = 0
         self._last_applied_step = 0
         self._must_drain = False
@@ -122,7 +137,7 @@ class Scheduler:
 
     def add_request(self, request: Request) -> None:
         """Queue a request whose prompt was checked to fit (`max_total_tokens`)."""
-        assert request.request_id not in self.requests
+        assert not self.knows(request.request_id)
         assert request.num_prompt_tokens < self.max_total_tokens
         self.requests[request.request_id] = request
         self.waiting.add(request)
@@ -136,6 +151,10 @@ class Scheduler:
                 )
             )
 
+    def knows(self, request_id: str) -> bool:
+        """Whether the id is in use: by an unfinished request, or by one whose blocks must stay."""
+        return request_id in self.requests or request_id in self._held
+
     def finish_request(
         self,
         request: Request,
@@ -146,76 +165,136 @@ class Scheduler:
     ) -> None:
         """End a request in whatever state it is; does nothing if it has ended.
 
-        Its blocks return to the pool when no step in flight touches them any more.
+        Its blocks return to the pool when no step in flight touches them any more; if the
+        connector reads or fills them, when it reports that it does no longer.
         """
         if request.is_finished:
             return
         assert status.is_finished
-        (self.running if request.status is RequestStatus.RUNNING else self.waiting).remove(request)
+        was_loading = request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
+        still_loading = was_loading and request.request_id not in self._loaded
+        self._queue_of(request).remove(request)
+        self._loaded.discard(request.request_id)
         request.status = status
         request.stop_reason = stop_reason
         request.error = error
+        stays = self._ask_whether_blocks_stay(request)
+        if was_loading:
+            request.num_computed_tokens = 0  # nobody has checked what arrived
         del self.requests[request.request_id]
         self._finished_req_ids.add(request.request_id)
-        self.kv_cache.free(request, self._last_applied_step)
+        if stays or still_loading:
+            self._held[request.request_id] = _Held(request, stays)
+        else:
+            self.kv_cache.free(request, self._last_applied_step)
         self._count(num_finished_requests=1)
 
-    def reset_prefix_cache(self) -> bool:
+    def _queue_of(self, request: Request) -> RequestQueue:
+        if request.status is RequestStatus.RUNNING:
+            return self.running
+        return self.parked if request in self.parked else self.waiting
+
+    def _ask_whether_blocks_stay(self, request: Request) -> bool:
+        """Tell the connector of the end. What it raises is this request's own error."""
+        if self._connector is None:
+            return False
+        try:
+            stays, request.response_kv_transfer_params = self._connector.finished(request)
+        except ConnectorError as error:
+            logger.exception("request %s: the connector failed at its end", request.request_id)
+            request.status = RequestStatus.FINISHED_ERROR
+            request.error = str(error)
+            return False
+        return stays
+
+    def take_failed(self) -> list[RequestUpdate]:
+        """Requests that `schedule()` has ended, since a connector hook called for them failed."""
+        failed, self._failed = self._failed, []
+        return [RequestUpdate(request, (), None) for request in failed]
+
+    def reset_prefix_cache(self, *, reset_connector: bool = False) -> bool:
         """Forget all cached content; False while a request or a step in flight needs any block.
 
-        A step in flight that touches blocks holds them, be it for a request that has ended.
+        A step in flight that touches blocks holds them, be it for a request that has ended; so
+        does a connector that reads or fills them. With `reset_connector` the connector forgets
+        too, if it can: else False, though the pool has forgotten. Raises: `ConnectorError`.
         """
-        return self.kv_cache.pool.reset_prefix_cache()
+        if not self.kv_cache.pool.reset_prefix_cache():
+            return False
+        if not reset_connector or self._connector is None:
+            return True
+        return self._connector.reset_cache()
+
+    def close(self) -> None:
+        """End the connector's scheduler side. Any thread, after the last step."""
+        if self._connector is not None:
+            self._connector.shutdown()
 
     @property
     def num_inflight_steps(self) -> int:
         """Steps scheduled and not yet applied."""
         return len(self._inflight)
 
+    @property
+    def num_waiting_requests(self) -> int:
+        """Unfinished requests that do not run."""
+        return len(self.waiting) + len(self.parked)
+
+    @property
+    def num_held_requests(self) -> int:
+        """Ended requests whose blocks stay until the connector reports."""
+        return len(self._held)
+
+    @property
+    def awaits_connector(self) -> bool:
+        """Whether an empty step may bring news: of a load, a held request, or a match query."""
+        return (
+            bool(self._held)
+            or self._some_deferred
+            or any(r.status is RequestStatus.WAITING_FOR_REMOTE_KVS for r in self.parked)
+        )
+
     # ---------------------------------------------------------------- planning a step
 
-    def schedule(self) -> SchedulerOutput | None:
+    def schedule(self, *, poll: bool = False) -> SchedulerOutput | None:
         """Plan one step, or return None if there is nothing to do now.
 
         Runs to the end without awaiting. Every request in the plan has its blocks; its
         `num_computed_tokens` already counts the step, so that the next step can be planned
-        before this one is applied. A plan without tokens only delivers `finished_req_ids`.
+        before this one is applied. A plan without tokens delivers `finished_req_ids`, lets loads
+        begin, or, with `poll`, asks the connector for news. Raises: `ConnectorError`, fatal.
         """
-        if self._must_drain and self._inflight:
+        if self._inflight and (self._must_drain or self._inflight[-1].is_barrier):
             return None
-        self._must_drain = False
-        budget = self.config.max_num_batched_tokens
-        step_id = self._last_step_id + 1
-        plan: list[_Scheduled] = []
-        preempted: list[Request] = []
-        budget = self._schedule_running(plan, preempted, step_id, budget)
-        if not preempted and not self._must_drain:
-            self._schedule_waiting(plan, step_id, budget)
-        if not plan and (self._inflight or not (self._finished_req_ids or preempted)):
-            return None
-        return self._commit(plan, preempted, step_id)
+        self._must_drain = self._some_deferred = False
+        plan = StepPlan(self._last_step_id + 1, self.config.max_num_batched_tokens)
+        self._schedule_running(plan)
+        if not plan.preempted and not self._must_drain:
+            self._schedule_parked(plan)
+            self._schedule_waiting(plan)
+        if plan.scheduled or plan.begins_loads:
+            return self._commit(plan)
+        has_news = self._finished_req_ids or plan.preempted or (poll and self.awaits_connector)
+        return self._commit(plan) if has_news and not self._inflight else None
 
-    def _schedule_running(
-        self, plan: list[_Scheduled], preempted: list[Request], step_id: int, budget: int
-    ) -> int:
-        """Let running requests catch up, in order; returns the budget that is left."""
+    def _schedule_running(self, plan: StepPlan) -> None:
+        """Let running requests catch up, in order."""
         for request in self.running:
-            if budget == 0 or request.status is not RequestStatus.RUNNING:
+            if plan.budget == 0 or request.status is not RequestStatus.RUNNING:
                 break  # whoever was preempted stood at the tail: nobody is left behind it
             if self._ends_with_what_is_in_flight(request):
                 continue
-            num_tokens = request.num_tokens_in_flight - request.num_computed_tokens
-            num_tokens = min(num_tokens, budget)
+            computed = request.num_computed_tokens
+            num_tokens = min(request.num_tokens_in_flight - computed, plan.budget)
             if num_tokens == 0:
                 continue
-            new_blocks = self._allocate_or_preempt(
-                request, request.num_computed_tokens + num_tokens, preempted
-            )
+            new_blocks = self._allocate_or_preempt(request, computed + num_tokens, plan.preempted)
             if new_blocks is None:
                 break
-            self._plan(plan, request, num_tokens, new_blocks, step_id, RequestStatus.RUNNING)
-            budget -= num_tokens
-        return budget
+            self._plan(
+                plan,
+                ScheduledRequest(request, num_tokens, computed, new_blocks, request.status),
+            )
 
     def _allocate_or_preempt(
         self, request: Request, num_tokens: int, preempted: list[Request]
@@ -234,41 +313,144 @@ class Scheduler:
             if victim is request:
                 return None
 
-    def _schedule_waiting(self, plan: list[_Scheduled], step_id: int, budget: int) -> None:
-        """Admit waiting requests, in order, while budget, places and blocks last."""
-        while budget > 0 and len(self.waiting) and len(self.running) < self.config.max_num_seqs:
-            request = self.waiting.head
-            hit = self.kv_cache.find_longest_hit(request)
-            if not self.kv_cache.can_admit(request, hit):
-                # A stall would need a head that no empty pool can hold; admission refuses those.
-                assert len(self.running) or self._inflight, f"{request!r} can never be scheduled"
-                return
-            self.waiting.remove(request)
-            self.kv_cache.take_hit(request, hit, step_id)
-            num_tokens = min(request.num_tokens - hit.num_tokens, budget)
-            new_blocks = self.kv_cache.allocate(request, hit.num_tokens + num_tokens)
-            assert new_blocks is not None
-            kind, request.status = request.status, RequestStatus.RUNNING
-            request.num_computed_tokens = hit.num_tokens
-            self.running.add(request)
-            self._record_admission(request, hit.num_tokens, step_id)
-            self._plan(plan, request, num_tokens, new_blocks, step_id, kind, hit.tail)
-            budget -= num_tokens
+    def _schedule_parked(self, plan: StepPlan) -> None:
+        """Let requests run whose load has ended, in order, while budget and places last."""
+        for request in self.parked:
+            loading = request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
+            if loading and not self._promote(request):
+                continue
+            if plan.budget == 0 or len(self.running) >= self.config.max_num_seqs:
+                continue
+            computed = request.num_computed_tokens
+            num_tokens = min(request.num_tokens - computed, plan.budget)
+            new_blocks = self.kv_cache.allocate(request, computed + num_tokens)
+            if new_blocks is None:
+                continue
+            self._tell_allocated(request, 0)
+            self.parked.remove(request)
+            self._record_admission(request, plan, min(request.load_start, computed), computed)
+            self._run(
+                plan, ScheduledRequest(request, num_tokens, computed, new_blocks, request.status)
+            )
 
-    def _plan(
-        self,
-        plan: list[_Scheduled],
-        request: Request,
-        num_tokens: int,
-        new_blocks: list[KVCacheBlock],
-        step_id: int,
-        kind: RequestStatus,
-        copied_from: KVCacheBlock | None = None,
-    ) -> None:
-        computed = request.num_computed_tokens
-        plan.append(_Scheduled(request, num_tokens, computed, new_blocks, kind, copied_from))
+    def _promote(self, request: Request) -> bool:
+        """Take a load that has ended for done. False if it goes on, or brought nothing at all."""
+        if request.request_id not in self._loaded:
+            return False
+        self._loaded.remove(request.request_id)
+        was_preempted = request.num_preemptions > 0
+        request.status = RequestStatus.PREEMPTED if was_preempted else RequestStatus.WAITING
+        if request.num_computed_tokens == 0:
+            self.parked.remove(request)
+            self.kv_cache.free(request, self._last_applied_step)
+            self.waiting.add(request)
+            return False
+        self.kv_cache.publish_loaded(request, request.num_computed_tokens)
+        # Something must be computed to sample from.
+        request.num_computed_tokens = min(request.num_computed_tokens, request.num_tokens - 1)
+        return True
+
+    def _schedule_waiting(self, plan: StepPlan) -> None:
+        """Admit waiting requests, in order, while budget, places and blocks last."""
+        place = 0
+        while (
+            plan.budget > 0
+            and place < len(self.waiting)
+            and len(self.running) < self.config.max_num_seqs
+        ):
+            request = self.waiting[place]
+            num_reserved = sum(map(self.kv_cache.num_missing_blocks, self.parked))
+            hit = self.kv_cache.find_longest_hit(request, num_reserved)
+            if not self.kv_cache.can_admit(request, hit, num_reserved):
+                # A stall would need a head that no empty pool can hold; admission refuses those.
+                assert len(self.running) or len(self.parked) or self._inflight or self._held, (
+                    f"{request!r} can never be scheduled"
+                )
+                return
+            try:
+                match = self._match(request, hit)
+            except ConnectorError as error:
+                logger.exception("request %s failed in the connector", request.request_id)
+                self._failed.append(request)
+                self.finish_request(request, RequestStatus.FINISHED_ERROR, error=str(error))
+                continue
+            if match is None:
+                self._some_deferred = True
+                place += 1
+                continue
+            self._admit(plan, request, hit, match)
+
+    def _match(self, request: Request, hit: PrefixHit) -> Match | None:
+        """What the connector brings beyond the whole blocks of `hit`; None: ask again."""
+        if self._connector is None or request.num_failed_loads >= MAX_FAILED_LOADS:
+            return Match(0, is_async=False)
+        return self._connector.match(request, hit.aligned(self.kv_cache.block_size).num_tokens)
+
+    def _admit(self, plan: StepPlan, request: Request, hit: PrefixHit, match: Match) -> None:
+        """Give a waiting request its blocks, and let it run or load."""
+        whole = hit.aligned(self.kv_cache.block_size)
+        loaded = range(whole.num_tokens, whole.num_tokens + match.num_tokens)
+        if loaded.stop > hit.num_tokens:
+            hit = whole
+        else:  # what can be copied is more than what can be loaded
+            loaded = range(0)
+        if self._connector is not None:
+            self._count(
+                num_connector_queried_tokens=request.num_tokens - whole.num_tokens,
+                num_connector_hit_tokens=len(loaded),
+            )
+        self.waiting.remove(request)
+        self.kv_cache.take_hit(request, hit, plan.step_id)
+        if loaded and match.is_async:
+            self._begin_load(plan, request, loaded)
+            return
+        # Something must be computed to sample from, even if the connector brings all.
+        computed = min(max(hit.num_tokens, loaded.stop), request.num_tokens - 1)
+        num_tokens = min(request.num_tokens - computed, plan.budget)
+        new_blocks = self._allocate(plan, request, computed + num_tokens, loaded)
+        item = ScheduledRequest(
+            request, num_tokens, computed, new_blocks, request.status, hit.tail, loaded
+        )
+        self._record_admission(request, plan, hit.num_tokens, computed)
+        self._run(plan, item)
+
+    def _begin_load(self, plan: StepPlan, request: Request, loaded: range) -> None:
+        self._allocate(plan, request, loaded.stop, loaded)
+        request.load_start = loaded.start
+        request.num_computed_tokens = loaded.stop
+        request.status = RequestStatus.WAITING_FOR_REMOTE_KVS
+        self.parked.add(request)
+        plan.begins_loads = True
+
+    def _allocate(
+        self, plan: StepPlan, request: Request, num_tokens: int, loaded: range
+    ) -> list[KVCacheBlock]:
+        """Blocks for an admitted request; the connector hears of them."""
+        blocks = self.kv_cache.allocate(request, max(num_tokens, loaded.stop))
+        assert blocks is not None, "admission has counted them"
+        index, num_in_last = divmod(loaded.stop, self.kv_cache.block_size)
+        if num_in_last:
+            plan.zeroed_blocks.append(request.blocks[index].block_id)
+        self._tell_allocated(request, len(loaded))
+        return blocks
+
+    def _tell_allocated(self, request: Request, num_external_tokens: int) -> None:
+        if self._connector is not None:
+            self._connector.allocated(request, num_external_tokens)
+
+    def _run(self, plan: StepPlan, item: ScheduledRequest) -> None:
+        """Let an admitted request run from this step on."""
+        item.request.num_computed_tokens = item.num_computed_tokens
+        item.request.status = RequestStatus.RUNNING
+        self.running.add(item.request)
+        self._plan(plan, item)
+
+    def _plan(self, plan: StepPlan, item: ScheduledRequest) -> None:
+        plan.scheduled.append(item)
+        plan.budget -= item.num_tokens
         # From here on, later requests of this very step may share the blocks that it fills.
-        self.kv_cache.hash_blocks(request, computed + num_tokens, step_id)
+        end = max(item.num_computed_tokens + item.num_tokens, item.loaded.stop)
+        self.kv_cache.hash_blocks(item.request, end, plan.step_id)
 
     def _ends_with_what_is_in_flight(self, request: Request) -> bool:
         """Whether the tokens under way will certainly be the request's last."""
@@ -297,37 +479,52 @@ class Scheduler:
                 )
             )
 
-    def _record_admission(self, request: Request, num_cached: int, step_id: int) -> None:
+    def _record_admission(
+        self, request: Request, plan: StepPlan, num_local: int, num_computed: int
+    ) -> None:
+        """Note where the KV of the first `num_computed` tokens comes from."""
+        num_external = num_computed - num_local
         if request.num_local_cached_tokens is None:
-            request.num_local_cached_tokens = num_cached
+            request.num_local_cached_tokens = num_local
+            request.num_external_cached_tokens = num_external
             self._count(
-                num_prompt_tokens=request.num_prompt_tokens, num_local_cached_tokens=num_cached
+                num_prompt_tokens=request.num_prompt_tokens,
+                num_local_cached_tokens=num_local,
+                num_external_cached_tokens=num_external,
             )
         if self._events.active:
             self._events.emit(
                 RequestScheduled(
-                    self._clock.monotonic(), request.request_id, step_id, num_cached, 0
+                    self._clock.monotonic(),
+                    request.request_id,
+                    plan.step_id,
+                    num_local,
+                    num_external,
                 )
             )
 
-    def _commit(
-        self, plan: list[_Scheduled], preempted: list[Request], step_id: int
-    ) -> SchedulerOutput:
+    def _commit(self, plan: StepPlan) -> SchedulerOutput:
         """Turn the plan into the message, and count it as done for the planning of the next."""
-        output = _build_output(plan, preempted, step_id, frozenset(self._finished_req_ids))
+        output = build_output(plan, frozenset(self._finished_req_ids), self.kv_cache.block_size)
+        if self._connector is not None:
+            output = self._connector.with_metadata(output)
         self._finished_req_ids = set()
-        self._last_step_id = step_id
-        self._inflight.append(_InflightStep(step_id, [(s.request, s.samples) for s in plan]))
-        for item in plan:
+        self._last_step_id = plan.step_id
+        if plan.is_barrier:
+            plan.keep_tables()
+        self._inflight.append(plan)
+        for item in plan.scheduled:
             request = item.request
             request.num_output_placeholders += item.samples
             request.num_computed_tokens += item.num_tokens
-            request.last_step_id = step_id
+            request.last_step_id = plan.step_id
         self._count(num_steps=1)
         if self._events.active:
             self._events.emit(
                 StepScheduled(
-                    self._clock.monotonic(), step_id, tuple(output.num_scheduled_tokens.items())
+                    self._clock.monotonic(),
+                    plan.step_id,
+                    tuple(output.num_scheduled_tokens.items()),
                 )
             )
         return output
@@ -339,27 +536,22 @@ class Scheduler:
     ) -> list[RequestUpdate]:
         """Apply the oldest step in flight; returns what is new, in batch order.
 
-        Requests that ended while the step ran are skipped. A request whose update ends it is
-        finished already when this returns.
+        Requests that ended while the step ran are skipped, and so is whatever was computed from
+        KV that did not arrive. A request whose update ends it is finished already when this
+        returns. Raises: `ConnectorError`, fatal.
         """
         step = self._inflight.popleft()
         assert step.step_id == scheduler_output.step_id, "steps must be applied in order"
         self._last_applied_step = step.step_id
+        reports = runner_output.kv_connector_output
         updates = []
-        for request, samples in step.scheduled:
-            if request.is_finished:
-                continue
-            request.num_output_placeholders -= samples
-            error = runner_output.request_errors.get(request.request_id)
-            if error is not None:
-                self.finish_request(request, RequestStatus.FINISHED_ERROR, error=error)
-                updates.append(RequestUpdate(request, (), None))
-                continue
-            tokens = runner_output.sampled_token_ids.get(request.request_id, ())
-            assert len(tokens) == samples, f"{request!r} expected {samples} tokens, not {tokens}"
-            if samples:
-                logprobs = runner_output.logprobs.get(request.request_id)
-                updates.append(self._append_tokens(request, tokens, logprobs))
+        if reports is not None and reports.invalid_block_ids:
+            updates += self._drop_bad_kv(step, frozenset(reports.invalid_block_ids))
+        for item in step.scheduled:
+            if not item.is_void:
+                updates += self._apply_one(item, runner_output)
+        if reports is not None:
+            self._apply_reports(reports)
         # Last, so that the blocks whose tokens became known just now are published with the rest.
         self.kv_cache.apply_step(step.step_id)
         num_sampled = sum(len(update.new_token_ids) for update in updates)
@@ -367,6 +559,104 @@ class Scheduler:
         if self._events.active:
             self._events.emit(StepDone(self._clock.monotonic(), step.step_id, num_sampled))
         return updates
+
+    def _apply_one(
+        self, item: ScheduledRequest, runner_output: ModelRunnerOutput
+    ) -> list[RequestUpdate]:
+        request = item.request
+        request.num_output_placeholders -= item.samples
+        error = runner_output.request_errors.get(request.request_id)
+        if error is not None:
+            self.finish_request(request, RequestStatus.FINISHED_ERROR, error=error)
+            return [RequestUpdate(request, (), None)]
+        tokens = runner_output.sampled_token_ids.get(request.request_id, ())
+        assert len(tokens) == item.samples, f"{request!r}: {tokens} sampled, not {item.samples}"
+        if not item.samples:
+            return []
+        logprobs = runner_output.logprobs.get(request.request_id)
+        return [self._append_tokens(request, tokens, logprobs)]
+
+    def _drop_bad_kv(self, step: StepPlan, invalid: frozenset[int]) -> list[RequestUpdate]:
+        """Blocks were promised and not brought: nothing that stands on one of them remains.
+
+        Every request whose computed or loaded tokens lie in such a block, the one that loads it
+        and all that share it, is set back to the last good token; under the policy `fail` it
+        ends. Its blocks from there on lose their hashes.
+        """
+        self._count(num_invalid_blocks=len(invalid))
+        computed = {
+            item.request.request_id: item.num_computed_tokens
+            for plan in (*reversed(self._inflight), step)
+            for item in plan.scheduled
+            if not item.is_void
+        }
+        hit: list[Request] = []
+        for request in (*self.parked, *self.running):
+            num_tokens = computed.get(request.request_id, request.num_computed_tokens)
+            num_good = self._withdraw_from_bad(request.blocks, num_tokens, invalid)
+            if num_good is not None:
+                request.num_failed_loads += 1
+                request.set_back(num_good)
+                hit.append(request)
+        for item in step.scheduled:
+            if item.request.is_finished and item.request.request_id in step.tables:
+                table = step.tables[item.request.request_id]
+                self._withdraw_from_bad(table, item.num_computed_tokens, invalid)
+        return [] if self._recomputes else [self._fail_for_bad_kv(request) for request in hit]
+
+    def _withdraw_from_bad(
+        self, blocks: Sequence[KVCacheBlock], num_tokens: int, invalid: frozenset[int]
+    ) -> int | None:
+        """Hide a request's blocks from the first bad one on; returns the tokens before it.
+
+        Looks at the blocks of the first `num_tokens` tokens. None: they are all good.
+        """
+        size = self.kv_cache.block_size
+        for index, block in enumerate(blocks[: -(-num_tokens // size)]):
+            if block.block_id in invalid:
+                self.kv_cache.withdraw(blocks[index:])
+                return index * size
+        return None
+
+    def _fail_for_bad_kv(self, request: Request) -> RequestUpdate:
+        error = (
+            f"KV from position {request.num_computed_tokens} on could not be loaded; "
+            "kv_load_failure_policy='recompute' would compute it instead."
+        )
+        self.finish_request(request, RequestStatus.FINISHED_ERROR, error=error)
+        return RequestUpdate(request, (), None)
+
+    def _apply_reports(self, reports: KVConnectorOutput) -> None:
+        """Follow what the connector's worker side reports: loads and reads that have ended."""
+        assert self._connector is not None
+        self._connector.report(reports)
+        num_strays = 0
+        for request_id in reports.finished_recving or ():
+            request = self.requests.get(request_id)
+            if request is not None and request.status is RequestStatus.WAITING_FOR_REMOTE_KVS:
+                num_strays += request_id in self._loaded
+                self._loaded.add(request_id)
+            else:
+                num_strays += not self._release(request_id)
+        for request_id in reports.finished_sending or ():
+            num_strays += not self._release(request_id, after_sending=True)
+        if num_strays:
+            logger.warning(
+                "%s reported %d ids that nobody waits for", self._connector.name, num_strays
+            )
+            self._count(num_stray_reports=num_strays)
+
+    def _release(self, request_id: str, *, after_sending: bool = False) -> bool:
+        """Free what an ended request still holds; False if nobody waits for this report.
+
+        A request that is held for a load alone is not released by a report of sending.
+        """
+        held = self._held.get(request_id)
+        if held is None or (after_sending and not held.stays):
+            return False
+        del self._held[request_id]
+        self.kv_cache.free(held.request, self._last_applied_step)
+        return True
 
     def _append_tokens(
         self,
@@ -416,48 +706,3 @@ class Scheduler:
             f" in_flight={len(self._inflight)} free={pool.num_free_blocks}/"
             f"{pool.num_usable_blocks} fenced={self.kv_cache.num_fenced_blocks}>"
         )
-
-
-def _build_output(
-    plan: list[_Scheduled], preempted: list[Request], step_id: int, finished: frozenset[str]
-) -> SchedulerOutput:
-    new_reqs: list[NewRequestData] = []
-    cached = CachedRequestData()
-    for item in plan:
-        request = item.request
-        if item.kind is RequestStatus.WAITING:
-            new_reqs.append(
-                NewRequestData(
-                    req_id=request.request_id,
-                    prompt_token_ids=request.prompt_token_ids,
-                    sampling_params=request.sampling_params,
-                    seed=request.seed,
-                    block_ids=([block.block_id for block in request.blocks],),
-                    num_computed_tokens=item.num_computed_tokens,
-                )
-            )
-            continue
-        added = item.new_blocks
-        if item.kind is RequestStatus.PREEMPTED:
-            cached.resumed_req_ids.add(request.request_id)
-            cached.all_token_ids[request.request_id] = list(request.all_token_ids)
-            added = request.blocks
-        cached.req_ids.append(request.request_id)
-        cached.new_block_ids.append(([block.block_id for block in added],) if added else None)
-        cached.num_computed_tokens.append(item.num_computed_tokens)
-    num_scheduled = {item.request.request_id: item.num_tokens for item in plan}
-    return SchedulerOutput(
-        step_id=step_id,
-        scheduled_new_reqs=new_reqs,
-        scheduled_cached_reqs=cached,
-        num_scheduled_tokens=num_scheduled,
-        total_num_scheduled_tokens=sum(num_scheduled.values()),
-        finished_req_ids=finished,
-        preempted_req_ids=frozenset(r.request_id for r in preempted),
-        sampling_req_ids=frozenset(item.request.request_id for item in plan if item.samples),
-        block_copies=tuple(
-            BlockCopy(item.copied_from.block_id, item.new_blocks[0].block_id)
-            for item in plan
-            if item.copied_from is not None
-        ),
-    )

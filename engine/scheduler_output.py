@@ -48,6 +48,9 @@ class CachedRequestData:
     all_token_ids: dict[str, list[int]] = dataclasses.field(default_factory=dict)
     """Request id -> prompt and output so far, for resumed requests."""
     num_computed_tokens: list[int] = dataclasses.field(default_factory=list)
+    num_output_tokens: list[int] = dataclasses.field(default_factory=list)
+    """Tokens sampled before this step. The runner forgets any beyond: a step whose loaded KV was
+    bad has sampled them."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -70,4 +73,10 @@ class SchedulerOutput:
     block_copies: tuple[BlockCopy, ...] = ()
     """All are done before anything else of the step. A source holds what it held before the step;
     no block is a target twice, or source and target."""
+    zeroed_block_ids: tuple[int, ...] = ()
+    """Zero these before the step's loads begin: a load fills them only in part."""
+    loading_block_ids: frozenset[int] = frozenset()
+    """Blocks that a connector fills within this step."""
+    begins_async_loads: bool = False
+    """Whether asynchronous loads were allocated since the step before."""
     kv_connector_metadata: Any = None

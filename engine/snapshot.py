@@ -14,12 +14,12 @@ class RequestSnapshot:
 
     request_id: str
     status: str
-    """WAITING, RUNNING or PREEMPTED."""
+    """WAITING, WAITING_FOR_REMOTE_KVS, RUNNING or PREEMPTED."""
     priority: int
     num_prompt_tokens: int
     num_generated_tokens: int
     num_computed_tokens: int
-    """KV computed, steps in flight included."""
+    """KV computed or loaded, by steps and transfers under way too."""
     num_local_cached_tokens: int
     num_external_cached_tokens: int
     num_blocks: int
@@ -34,6 +34,7 @@ class EngineSnapshot:
     running: tuple[RequestSnapshot, ...]
     """In scheduling order."""
     waiting: tuple[RequestSnapshot, ...]
+    """Those that hold blocks first: their KV is being loaded, or was."""
     num_preparing_requests: int
     """Submitted, and still being tokenised or hashed in a thread."""
     num_inflight_steps: int
@@ -45,6 +46,8 @@ class EngineSnapshot:
     """With findable content, held or free."""
     num_fenced_blocks: int
     """Of ended requests, until the step in flight that touches them is applied."""
+    num_held_requests: int
+    """Ended requests whose blocks a KV connector still reads or fills."""
     stats: SchedulerStats
 
     @property
@@ -80,7 +83,7 @@ def take_snapshot(scheduler: Scheduler, num_preparing: int, time_s: float) -> En
     return EngineSnapshot(
         time_s=time_s,
         running=tuple(map(_picture, scheduler.running)),
-        waiting=tuple(map(_picture, scheduler.waiting)),
+        waiting=tuple(map(_picture, (*scheduler.parked, *scheduler.waiting))),
         num_preparing_requests=num_preparing,
         num_inflight_steps=scheduler.num_inflight_steps,
         block_size=scheduler.kv_cache.block_size,
@@ -88,5 +91,6 @@ def take_snapshot(scheduler: Scheduler, num_preparing: int, time_s: float) -> En
         num_free_blocks=pool.num_free_blocks,
         num_cached_blocks=pool.num_cached_blocks,
         num_fenced_blocks=scheduler.kv_cache.num_fenced_blocks,
+        num_held_requests=scheduler.num_held_requests,
         stats=scheduler.stats,
     )

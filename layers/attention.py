@@ -72,8 +72,11 @@ class PagedAttention:
         self._pages = pages
         self._num_heads = num_heads
         dtype = pages.layers[0].dtype
-        slots = np.concatenate([_slots(chunk, pages.block_size) for chunk in chunks])
-        self._rows = pages.kv_rows(torch.from_numpy(slots))
+        self.slots = torch.from_numpy(
+            np.concatenate([_slots(chunk, pages.block_size) for chunk in chunks])
+        )
+        """Where the step's tokens go: `block_id * block_size + offset`, int64 [T]."""
+        self._rows = pages.kv_rows(self.slots)
         starts = np.cumsum([0] + [chunk.end - chunk.start for chunk in chunks])
         decodes = [i for i, chunk in enumerate(chunks) if chunk.end - chunk.start == 1]
         prefills = [i for i, chunk in enumerate(chunks) if chunk.end - chunk.start > 1]

@@ -72,8 +72,3 @@ class ForwardContext:
     """Layer name -> layer, in order of depth."""
     attn_metadata: Mapping[str, TritonAttentionMetadata] | None
     """Layer name -> the step's metadata; None in a step without tokens."""
-
-
-def layer_name(index: int) -> str:
-    """The name by which connectors know layer `index`, counted from 0."""
-    return f"model.layers.{index}.self_attn.attn"

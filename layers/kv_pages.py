@@ -13,9 +13,15 @@ from collections.abc import Sequence
 
 import torch
 
+from interlace.engine.kv_connector import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from interlace.engine.scheduler_output import BlockCopy
 
 K, V = 0, 1
+
+
+def layer_name(index: int) -> str:
+    """The name by which KV connectors know layer `index`, counted from 0 (vLLM's)."""
+    return f"model.layers.{index}.self_attn.attn"
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -57,6 +63,22 @@ class KVPages:
         self._rows = [pages.view(num_blocks * 2 * block_size, -1) for pages in self.layers]
         # One row per (block, K or V).
         self._halves = [pages.view(num_blocks * 2, -1) for pages in self.layers]
+
+    def by_name(self) -> dict[str, torch.Tensor]:
+        """Layer name -> its pages, in order of depth."""
+        return {layer_name(i): pages for i, pages in enumerate(self.layers)}
+
+    def describe(self) -> KVCacheConfig:
+        """How the pages lie, for a KV connector."""
+        pages = self.layers[0]
+        spec = FullAttentionSpec(
+            block_size=self.block_size,
+            num_kv_heads=self.num_kv_heads,
+            head_size=self.head_dim,
+            dtype=pages.dtype,
+            page_size_bytes=pages[0].nbytes,
+        )
+        return KVCacheConfig(self.num_blocks, (KVCacheGroupSpec(tuple(self.by_name()), spec),))
 
     @staticmethod
     def block_bytes(

@@ -1,19 +1,23 @@
 """Executes one step: follow the message, run the decoder over the batch, sample.
 
-Lives on the device thread. Knows no connector, no text and no queue.
+Lives on the device thread. Knows no connector by name, no text and no queue.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
 
 from interlace.engine.outputs import ModelRunnerOutput
+from interlace.engine.ports import WorkerConnector
 from interlace.engine.scheduler_output import SchedulerOutput
 from interlace.layers.attention import PagedAttention, SequenceChunk
-from interlace.layers.decoder import Decoder
+from interlace.layers.decoder import Attend, Decoder
+from interlace.layers.forward_context import TritonAttentionMetadata
+from interlace.layers.kv_hooks import KVHooks
 from interlace.layers.kv_pages import KVPages
 from interlace.layers.runner_state import RunnerRequest, RunnerState
 from interlace.layers.sampler import SamplingRow, sample
@@ -22,11 +26,19 @@ from interlace.layers.sampler import SamplingRow, sample
 class ModelRunner:
     """The `StepRunner` of one decoder and one pool of KV pages."""
 
-    def __init__(self, decoder: Decoder, pages: KVPages, eos_token_ids: Iterable[int]) -> None:
+    def __init__(
+        self,
+        decoder: Decoder,
+        pages: KVPages,
+        eos_token_ids: Iterable[int],
+        connector: WorkerConnector | None = None,
+    ) -> None:
+        """Registers the pages with the `connector`. Raises: `ConnectorError`."""
         self.decoder = decoder
         self.pages = pages
         self.state = RunnerState()
         self._eos_token_ids = frozenset(eos_token_ids)
+        self._hooks = None if connector is None else KVHooks(connector, pages.by_name())
 
     @torch.inference_mode()
     def execute(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
@@ -34,9 +46,14 @@ class ModelRunner:
 
         An exception is fatal for the engine, except those that `sample` reports per request.
         """
+        if self._hooks is not None:
+            self._hooks.handle_preemptions(scheduler_output)
         requests = self.state.update(scheduler_output)
+        if scheduler_output.zeroed_block_ids:
+            self.pages.zero_blocks(scheduler_output.zeroed_block_ids)
         if not requests:
-            return ModelRunnerOutput()
+            reports = self._hooks.no_forward(scheduler_output) if self._hooks else None
+            return ModelRunnerOutput(kv_connector_output=reports)
         self.pages.copy_blocks(scheduler_output.block_copies)
         counts = [scheduler_output.num_scheduled_tokens[r.req_id] for r in requests]
         chunks = [
@@ -50,13 +67,20 @@ class ModelRunner:
             for i, request in enumerate(requests)
             if request.req_id in scheduler_output.sampling_req_ids
         ]
-        hidden = self._forward(requests, chunks, torch.from_numpy(last[sampling]))
-        if not sampling:
-            return ModelRunnerOutput()
-        return self._sample(self.decoder.logits(hidden), [requests[i] for i in sampling])
+        rows = torch.from_numpy(last[sampling])
+        hidden = self._forward(scheduler_output, requests, chunks, rows)
+        output = ModelRunnerOutput()
+        if sampling:
+            output = self._sample(self.decoder.logits(hidden), [requests[i] for i in sampling])
+        if self._hooks is None:
+            return output
+        reports = self._hooks.collect(scheduler_output)
+        return dataclasses.replace(output, kv_connector_output=reports)
 
     def close(self) -> None:
-        """Drop pages and requests."""
+        """Let the connector end; drop pages and requests."""
+        if self._hooks is not None:
+            self._hooks.shutdown()
         self.state = RunnerState()
         self.pages.layers.clear()
 
@@ -73,11 +97,12 @@ class ModelRunner:
 
     def _forward(
         self,
+        output: SchedulerOutput,
         requests: Sequence[RunnerRequest],
         chunks: Sequence[SequenceChunk],
         rows: torch.Tensor,
     ) -> torch.Tensor:
-        """Hidden states of `rows` of the batch."""
+        """Hidden states of `rows` of the batch; the connector's hooks run around and within."""
         token_ids = np.concatenate(
             [
                 request.tokens.view(chunk.start, chunk.end)
@@ -85,10 +110,18 @@ class ModelRunner:
             ]
         )
         positions = np.concatenate([np.arange(chunk.start, chunk.end) for chunk in chunks])
-        attend = PagedAttention(self.pages, chunks, self.decoder.architecture.num_heads)
-        return self.decoder.forward(
+        paged = PagedAttention(self.pages, chunks, self.decoder.architecture.num_heads)
+        attend: Attend = paged
+        if self._hooks is not None:
+            metadata = TritonAttentionMetadata.of(chunks, paged.slots, self.pages.block_size)
+            self._hooks.pre_forward(output, metadata)
+            attend = self._hooks.maybe_transfer_kv_layer(paged, output, metadata)
+        hidden = self.decoder.forward(
             torch.from_numpy(token_ids), torch.from_numpy(positions), attend, rows
         )
+        if self._hooks is not None:
+            self._hooks.post_forward()
+        return hidden
 
     def _sample(self, logits: torch.Tensor, requests: Sequence[RunnerRequest]) -> ModelRunnerOutput:
         sampled = sample(logits, [self._row(request) for request in requests])

@@ -32,6 +32,10 @@ class TokenBuffer:
         self._ids[self._length] = token_id
         self._length += 1
 
+    def truncate(self, length: int) -> None:
+        """Forget the tokens from position `length` on."""
+        self._length = min(self._length, length)
+
     def view(self, start: int, end: int | None = None) -> NDArray[np.int64]:
         """Tokens [start, end) without a copy; valid until the next `append`."""
         return self._ids[start : self._length if end is None else end]
@@ -78,11 +82,16 @@ class RunnerState:
         )
 
     def _update_cached(self, cached: CachedRequestData) -> None:
-        for req_id, added, num_computed in zip(
-            cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
+        for req_id, added, num_computed, num_output in zip(
+            cached.req_ids,
+            cached.new_block_ids,
+            cached.num_computed_tokens,
+            cached.num_output_tokens,
+            strict=True,
         ):
             request = self.requests[req_id]
             request.num_computed_tokens = num_computed
+            request.tokens.truncate(request.num_prompt_tokens + num_output)
             if req_id in cached.resumed_req_ids:
                 request.block_ids = []
                 request.tokens = TokenBuffer(cached.all_token_ids[req_id])

@@ -9,7 +9,7 @@ import contextlib
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, NamedTuple, Self
 
 from interlace.engine import async_engine
 from interlace.engine.config import EngineConfig, ModelConfig
@@ -18,7 +18,10 @@ from interlace.engine.errors import ConfigError
 from interlace.engine.ports import Clock, Progress
 
 if TYPE_CHECKING:
+    from interlace.connectors.base import KVConnectorBase_V1
+    from interlace.connectors.factory import KVConnectorFactory
     from interlace.layers.checkpoint import LoadedModel
+    from interlace.layers.kv_pages import KVPages
     from interlace.layers.runner import ModelRunner
 
 DEFAULT_KV_CACHE_BYTES = 1 << 30
@@ -32,21 +35,34 @@ class AsyncEngine(async_engine.AsyncEngine):
     @classmethod
     @asynccontextmanager
     async def from_config(
-        cls, config: EngineConfig, *, progress: Progress | None = None, clock: Clock | None = None
+        cls,
+        config: EngineConfig,
+        *,
+        progress: Progress | None = None,
+        connectors: KVConnectorFactory | None = None,
+        clock: Clock | None = None,
     ) -> AsyncIterator[Self]:
         """Load the model on the device thread, and keep an engine open over it.
 
             async with AsyncEngine.from_config(EngineConfig()) as engine: ...
 
-        Raises: `ModelError`, `ConfigError`. Cancellation while loading: the load ends at its
-        next sign of progress, and leaves no half-written file.
+        `connectors` is the registry to find a KV connector in; without it, the built-in ones.
+        Raises: `ModelError`, `ConfigError`, `ConnectorError`. Cancellation while loading: the
+        load ends at its next sign of progress, and leaves no half-written file.
         """
         with contextlib.closing(DeviceThread()) as device:
             watched = _Cancellable(progress)
             loaded = await finish_despite_cancel(
-                device.submit(_load, config, watched), on_cancel=watched.cancel
+                device.submit(_load, config, watched, connectors), on_cancel=watched.cancel
             )
-            async with cls.from_loaded(config, loaded, device=device, clock=clock) as engine:
+            async with cls.from_loaded(
+                config,
+                loaded,
+                device=device,
+                progress=progress,
+                connectors=connectors,
+                clock=clock,
+            ) as engine:
                 yield engine
 
     @classmethod
@@ -57,32 +73,35 @@ class AsyncEngine(async_engine.AsyncEngine):
         loaded: LoadedModel,
         *,
         device: DeviceThread | None = None,
+        progress: Progress | None = None,
+        connectors: KVConnectorFactory | None = None,
         clock: Clock | None = None,
     ) -> AsyncIterator[Self]:
         """Keep an engine open over a model that is loaded already; engines may share one.
 
         `device` is the thread to compute on, best the one that loaded the model; it stays open.
-        Without it the engine has one of its own. Raises: `ConfigError`.
+        Without it the engine has one of its own. `progress` shows how far the digest of all
+        weights is, which a KV connector needs. Raises: `ConfigError`, `ConnectorError`.
         """
-        if device is None:
-            with contextlib.closing(DeviceThread()) as device:
-                async with cls.from_loaded(config, loaded, device=device, clock=clock) as engine:
-                    yield engine
-            return
-        resolved = resolve(config, loaded)
-        runner = await finish_despite_cancel(device.submit(_make_runner, resolved, loaded))
-        model_config = ModelConfig(
-            model=loaded.name,
-            dtype=resolved.dtype,
-            max_model_len=loaded.max_model_len,
-            vocab_size=loaded.architecture.vocab_size,
-            eos_token_ids=loaded.eos_token_ids,
-            seed=config.seed,
-        )
-        async with cls(
-            resolved, model_config, runner, loaded.tokenizer, device=device, clock=clock
-        ) as engine:
-            yield engine
+        async with contextlib.AsyncExitStack() as stack:
+            if device is None:
+                device = stack.enter_context(contextlib.closing(DeviceThread()))
+            watched = _Cancellable(progress)
+            parts = await finish_despite_cancel(
+                device.submit(_make_parts, config, loaded, watched, connectors),
+                on_cancel=watched.cancel,
+            )
+            engine = cls(
+                parts.config,
+                parts.model_config,
+                parts.runner,
+                loaded.tokenizer,
+                device=device,
+                connector=parts.connector,
+                clock=clock,
+            )
+            async with engine:
+                yield engine
 
 
 class _LoadCancelledError(Exception):
@@ -121,9 +140,14 @@ class _Cancellable:
             raise _LoadCancelledError
 
 
-def _load(config: EngineConfig, progress: Progress) -> LoadedModel:
+def _load(
+    config: EngineConfig, progress: Progress, connectors: KVConnectorFactory | None
+) -> LoadedModel:
     from interlace.layers.checkpoint import load_checkpoint
 
+    if _wants_connector(config):  # an unknown one is refused before the model is loaded
+        assert config.kv_transfer_config is not None
+        _factory(connectors).get_connector_class(config.kv_transfer_config)
     return load_checkpoint(
         config.model,
         tokenizer=config.tokenizer,
@@ -147,7 +171,9 @@ def _block_bytes(config: EngineConfig, loaded: LoadedModel) -> int:
     )
 
 
-def resolve(config: EngineConfig, loaded: LoadedModel) -> EngineConfig:
+def resolve(
+    config: EngineConfig, loaded: LoadedModel, model_config: ModelConfig | None = None
+) -> EngineConfig:
     """Fill in what the model and the machine decide.
 
     Raises: `ConfigError` for a pool that cannot hold one block.
@@ -166,6 +192,7 @@ def resolve(config: EngineConfig, loaded: LoadedModel) -> EngineConfig:
                     f"{block_bytes} bytes with this model and block_size={config.block_size}."
                 )
     return config.resolved(
+        model_config,
         dtype=str(loaded.decoder.dtype).removeprefix("torch."),
         device=loaded.decoder.device.type,
         max_model_len=loaded.max_model_len,
@@ -175,13 +202,86 @@ def resolve(config: EngineConfig, loaded: LoadedModel) -> EngineConfig:
     )
 
 
-def _make_runner(config: EngineConfig, loaded: LoadedModel) -> ModelRunner:
-    from interlace.layers.kv_pages import KVPages
+class _Parts(NamedTuple):
+    """What an engine is built of."""
+
+    config: EngineConfig
+    model_config: ModelConfig
+    runner: ModelRunner
+    connector: KVConnectorBase_V1 | None
+    """The scheduler side; the runner has the worker side."""
+
+
+def _make_parts(
+    config: EngineConfig,
+    loaded: LoadedModel,
+    progress: Progress,
+    connectors: KVConnectorFactory | None,
+) -> _Parts:
+    """Pages, runner and both sides of the KV connector. Device thread."""
     from interlace.layers.runner import ModelRunner
+
+    model_config = ModelConfig(
+        model=loaded.name,
+        dtype=str(loaded.decoder.dtype).removeprefix("torch."),
+        max_model_len=loaded.max_model_len,
+        vocab_size=loaded.architecture.vocab_size,
+        eos_token_ids=loaded.eos_token_ids,
+        seed=config.seed,
+        model_identity=_identity(loaded, progress) if _wants_connector(config) else "",
+    )
+    resolved = resolve(config, loaded, model_config)
+    pages = _make_pages(resolved, loaded)
+    with contextlib.ExitStack() as undo:
+        scheduler_side = worker_side = None
+        if _wants_connector(config):
+            scheduler_side, worker_side = _connect(resolved, pages, connectors, undo)
+        runner = ModelRunner(loaded.decoder, pages, loaded.eos_token_ids, worker_side)
+        undo.pop_all()
+    return _Parts(resolved, model_config, runner, scheduler_side)
+
+
+def _connect(
+    config: EngineConfig,
+    pages: KVPages,
+    connectors: KVConnectorFactory | None,
+    undo: contextlib.ExitStack,
+) -> tuple[KVConnectorBase_V1, KVConnectorBase_V1]:
+    """Both sides of the connector; `undo` ends those that exist if something fails later."""
+    from interlace.engine.kv_connector import KVConnectorRole
+
+    factory = _factory(connectors)
+    sides = []
+    for role in (KVConnectorRole.SCHEDULER, KVConnectorRole.WORKER):
+        side = factory.create_connector(config, role, pages.describe())
+        undo.callback(side.shutdown)
+        sides.append(side)
+    return sides[0], sides[1]
+
+
+def _wants_connector(config: EngineConfig) -> bool:
+    ktc = config.kv_transfer_config
+    return ktc is not None and ktc.is_kv_transfer_instance
+
+
+def _factory(connectors: KVConnectorFactory | None) -> KVConnectorFactory:
+    from interlace.connectors.factory import KVConnectorFactory
+
+    return connectors or KVConnectorFactory()
+
+
+def _identity(loaded: LoadedModel, progress: Progress) -> str:
+    from interlace.layers.checkpoint import model_identity
+
+    return model_identity(loaded, progress)
+
+
+def _make_pages(config: EngineConfig, loaded: LoadedModel) -> KVPages:
+    from interlace.layers.kv_pages import KVPages
 
     architecture = loaded.architecture
     try:
-        pages = KVPages(
+        return KVPages(
             num_layers=architecture.num_layers,
             num_blocks=config.cache_config.num_gpu_blocks,
             block_size=config.block_size,
@@ -195,4 +295,3 @@ def _make_runner(config: EngineConfig, loaded: LoadedModel) -> ModelRunner:
             f"no memory for {config.cache_config.num_gpu_blocks} KV blocks; "
             "lower kv_cache_bytes or num_gpu_blocks_override."
         ) from error
-    return ModelRunner(loaded.decoder, pages, loaded.eos_token_ids)

@@ -71,6 +71,8 @@ IDS = st.lists(BROKEN | st.integers(0x20, len(TABLE) + 1), max_size=12)
 @example(prompt=[0xF0, 0x9F], answer=[0x98, 0x80], cuts=[], skip=False, strips=False)
 @example(prompt=[0xF0, 0x9F], answer=[0x98, 0x41], cuts=[], skip=False, strips=False)
 @example(prompt=[0xEF, 0xBF], answer=[0xBD], cuts=[], skip=False, strips=False)
+@example(prompt=[0xED, 0xA0], answer=[], cuts=[], skip=False, strips=False)
+@example(prompt=[0xED, 0xA0], answer=[0xB0], cuts=[], skip=False, strips=False)
 @example(prompt=[SPECIAL], answer=[0x20, 0x41], cuts=[], skip=True, strips=True)
 def test_fe11_any_cut_adds_up_to_the_whole_less_the_prompt(
     prompt: list[int], answer: list[int], cuts: list[int], skip: bool, strips: bool

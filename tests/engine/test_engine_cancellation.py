@@ -349,7 +349,7 @@ async def test_a_load_that_is_cancelled_ends_at_its_next_sign_of_progress(
 ) -> None:
     begun, ended = threading.Event(), threading.Event()
 
-    def load(_: EngineConfig, progress: Progress) -> None:
+    def load(_: EngineConfig, progress: Progress, *__: object) -> None:
         try:
             with progress.task("Downloading", None) as advance:
                 begun.set()

@@ -80,7 +80,7 @@ async def test_fe04_a_scheduler_that_raises_ends_everyone(
         stream = it.generate(GOOD, 20)
         await it.runner.next_step()
 
-        def fail(self: object) -> None:
+        def fail(*_: object, **__: object) -> None:
             raise KeyError("lost count")
 
         monkeypatch.setattr(Scheduler, "schedule", fail)

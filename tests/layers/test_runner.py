@@ -56,7 +56,12 @@ class Driver:
         return self._send([new], CachedRequestData(), start, num_tokens, copies)
 
     def more(self, start: int, num_tokens: int) -> ModelRunnerOutput:
-        cached = CachedRequestData(req_ids=["r"], new_block_ids=[None], num_computed_tokens=[start])
+        cached = CachedRequestData(
+            req_ids=["r"],
+            new_block_ids=[None],
+            num_computed_tokens=[start],
+            num_output_tokens=[max(0, start + num_tokens - len(self.prompt))],
+        )
         return self._send([], cached, start, num_tokens)
 
     def _send(

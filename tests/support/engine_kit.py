@@ -7,14 +7,16 @@ import dataclasses
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from typing import Literal
 
 import tokenizers
 from paged_oracle import VOCAB_SIZE, PagedOracleRunner, answer
 from tokenizers import models
 
 from interlace.engine.async_engine import AsyncEngine
-from interlace.engine.config import EngineConfig, ModelConfig, SchedulingPolicy
+from interlace.engine.config import EngineConfig, KVTransferConfig, ModelConfig, SchedulingPolicy
 from interlace.engine.outputs import ModelRunnerOutput, RequestOutput
+from interlace.engine.ports import SchedulerConnector, WorkerConnector
 from interlace.engine.request_stream import RequestStream
 from interlace.engine.sampling_params import SamplingParams
 from interlace.engine.scheduler_output import SchedulerOutput
@@ -56,8 +58,14 @@ def right_text(prompt: Sequence[int], num_tokens: int) -> str:
 class GatedRunner(PagedOracleRunner):
     """Announces each step, and executes it only once the test allows."""
 
-    def __init__(self, block_size: int = BLOCK_SIZE, *, is_open: bool = False) -> None:
-        super().__init__(block_size)
+    def __init__(
+        self,
+        num_blocks: int = 33,
+        *,
+        is_open: bool = False,
+        connector: WorkerConnector | None = None,
+    ) -> None:
+        super().__init__(num_blocks, BLOCK_SIZE, connector)
         self.executed: list[SchedulerOutput] = []
         self.error: BaseException | None = None
         """Raised by the next step that is let through, in place of a result."""
@@ -153,6 +161,8 @@ def build_engine(
     policy: SchedulingPolicy = "fcfs",
     tokenizer: Tokenizer | None = None,
     seed: int = 0,
+    connector: SchedulerConnector | None = None,
+    failure_policy: Literal["fail", "recompute"] = "fail",
 ) -> AsyncEngine:
     """Not opened yet. `num_blocks` counts the usable ones."""
     config = EngineConfig(
@@ -167,10 +177,11 @@ def build_engine(
         max_inflight_steps=depth,
         max_waiting_requests=max_waiting_requests,
         scheduling_policy=policy,
+        kv_transfer_config=KVTransferConfig(kv_load_failure_policy=failure_policy),
         seed=seed,
     )
     model = ModelConfig("toy", "float32", max_model_len, VOCAB_SIZE, (EOS,), seed)
-    return AsyncEngine(config, model, runner, tokenizer)
+    return AsyncEngine(config, model, runner, tokenizer, connector=connector)
 
 
 @asynccontextmanager
@@ -186,9 +197,12 @@ async def open_engine(
     policy: SchedulingPolicy = "fcfs",
     with_tokenizer: bool = True,
     seed: int = 0,
+    connector: tuple[SchedulerConnector, WorkerConnector] | None = None,
+    failure_policy: Literal["fail", "recompute"] = "recompute",
 ) -> AsyncIterator[OpenEngine]:
     """An engine whose steps wait for the test, unless `is_open`. Opens the gates at the end."""
-    runner = GatedRunner(is_open=is_open)
+    scheduler_side, worker_side = connector or (None, None)
+    runner = GatedRunner(num_blocks + 1, is_open=is_open, connector=worker_side)
     engine = build_engine(
         runner,
         depth=depth,
@@ -200,6 +214,8 @@ async def open_engine(
         policy=policy,
         tokenizer=toy_tokenizer() if with_tokenizer else None,
         seed=seed,
+        connector=scheduler_side,
+        failure_policy=failure_policy,
     )
     async with asyncio.timeout(2 * PATIENCE_S), engine:
         try:

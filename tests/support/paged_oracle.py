@@ -2,7 +2,7 @@
 
 Its "KV" of a token is a number that depends on all tokens before it, kept in pages and read back
 through the block table. The next token is a function of that number, so one wrong, stale or
-painted slot anywhere in a request's past changes its answer, and is reported at once.
+painted slot anywhere in a request's past changes its answer: the token `WRONG` comes out.
 """
 
 from __future__ import annotations
@@ -10,14 +10,24 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Sequence
 
+import torch
+
 from interlace.engine.block_pool import KVCacheBlock
 from interlace.engine.outputs import ModelRunnerOutput
+from interlace.engine.ports import WorkerConnector
 from interlace.engine.scheduler import Scheduler
 from interlace.engine.scheduler_output import SchedulerOutput
+from interlace.layers.attention import SequenceChunk
+from interlace.layers.forward_context import TritonAttentionMetadata
+from interlace.layers.kv_hooks import KVHooks
 from interlace.layers.runner_state import RunnerRequest, RunnerState
 
 PAINT = -1
 VOCAB_SIZE = 50
+WRONG = VOCAB_SIZE
+"""The token sampled from wrong KV: no right answer has it."""
+LAYER = "layer"
+"""The oracle's one layer, for connectors."""
 
 
 def _mix(before: int, token_id: int) -> int:
@@ -38,70 +48,116 @@ def answer(prompt: Sequence[int], num_tokens: int) -> list[int]:
 
 
 class PagedOracleRunner:
-    """The oracle as a `StepRunner`."""
+    """The oracle as a `StepRunner`; with a `connector`, its hooks run as in the real runner."""
 
-    def __init__(self, block_size: int) -> None:
+    def __init__(
+        self, num_blocks: int, block_size: int, connector: WorkerConnector | None = None
+    ) -> None:
+        """`num_blocks` counts the null block."""
         self.block_size = block_size
-        self.pages: dict[tuple[int, int], int] = {}  # (block id, offset) -> KV
+        self.pages = torch.full((num_blocks, block_size), PAINT)
+        """[block, offset] -> KV, int64: what a connector sees as the one layer's pages."""
         self.state = RunnerState()
         self.closed = False
+        self.last_fault = ""
+        """The last wrong KV that was read; right as long as nothing sampled from it gets out."""
+        self.hooks = None if connector is None else KVHooks(connector, {LAYER: self.pages})
 
     def paint(self, blocks: Iterable[KVCacheBlock]) -> None:
         """Overwrite whole blocks with what no right answer contains."""
         for block in blocks:
-            for offset in range(self.block_size):
-                self.pages[block.block_id, offset] = PAINT
+            self.pages[block.block_id] = PAINT
 
     def execute(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
+        hooks = self.hooks
+        if hooks is not None:
+            hooks.handle_preemptions(scheduler_output)
         requests = self.state.update(scheduler_output)
-        counts = scheduler_output.num_scheduled_tokens
         for source, target in scheduler_output.block_copies:
-            for offset in range(self.block_size):
-                self.pages[target, offset] = self.pages.get((source, offset), PAINT)
-        # All writes of a step come before its reads, as in a layer of the real runner.
-        for request in requests:
-            assert counts[request.req_id] >= 1, "a step computes at least one token of a request"
-            self._write(request, counts[request.req_id])
-        sampled = {}
-        for request in requests:
-            end = request.num_computed_tokens + counts[request.req_id]
-            value = self._read_checked(request, end)
-            if request.req_id in scheduler_output.sampling_req_ids:
-                token_id = value % VOCAB_SIZE
-                request.tokens.append(token_id)
-                sampled[request.req_id] = (token_id,)
-        return ModelRunnerOutput(sampled)
+            self.pages[target] = self.pages[source]
+        if not requests:
+            reports = None if hooks is None else hooks.no_forward(scheduler_output)
+            return ModelRunnerOutput(kv_connector_output=reports)
+        if hooks is None:
+            return ModelRunnerOutput(self._sample(scheduler_output, requests))
+        metadata = self._metadata(scheduler_output, requests)
+        hooks.pre_forward(scheduler_output, metadata)
+        nothing = torch.empty(0)
+
+        def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            self._forward(scheduler_output, requests)
+            return nothing
+
+        hooked = hooks.maybe_transfer_kv_layer(attend, scheduler_output, metadata)
+        hooked(0, nothing, nothing, nothing)
+        hooks.post_forward()
+        sampled = self._sample(scheduler_output, requests)
+        return ModelRunnerOutput(sampled, kv_connector_output=hooks.collect(scheduler_output))
+
+    def _metadata(
+        self, output: SchedulerOutput, requests: Sequence[RunnerRequest]
+    ) -> TritonAttentionMetadata:
+        chunks = [
+            SequenceChunk(r.block_ids, r.num_computed_tokens, r.num_computed_tokens + n)
+            for r, n in zip(requests, output.num_scheduled_tokens.values(), strict=True)
+        ]
+        return TritonAttentionMetadata.of(chunks, torch.empty(0), self.block_size)
 
     def close(self) -> None:
         self.closed = True
+        if self.hooks is not None:
+            self.hooks.shutdown()
 
-    def _slot(self, request: RunnerRequest, position: int) -> tuple[int, int]:
-        block, offset = divmod(position, self.block_size)
-        return request.block_ids[block], offset
+    def _forward(self, output: SchedulerOutput, requests: Sequence[RunnerRequest]) -> None:
+        """Write the KV of all new tokens, in batch order: whoever shares a block comes later."""
+        for request in requests:
+            num_tokens = output.num_scheduled_tokens[request.req_id]
+            assert num_tokens >= 1, "a step computes at least one token of a request"
+            self._write(request, num_tokens)
+
+    def _sample(
+        self, output: SchedulerOutput, requests: Sequence[RunnerRequest]
+    ) -> dict[str, tuple[int, ...]]:
+        if self.hooks is None:
+            self._forward(output, requests)
+        sampled: dict[str, tuple[int, ...]] = {}
+        for request in requests:
+            end = request.num_computed_tokens + output.num_scheduled_tokens[request.req_id]
+            value = self._read(request, end)
+            if request.req_id in output.sampling_req_ids:
+                token_id = WRONG if value is None else value % VOCAB_SIZE
+                request.tokens.append(token_id)
+                sampled[request.req_id] = (token_id,)
+        return sampled
+
+    def _slots(self, request: RunnerRequest, end: int) -> tuple[torch.Tensor, torch.Tensor]:
+        position = torch.arange(end)
+        blocks = torch.tensor(request.block_ids)[position // self.block_size]
+        return blocks, position % self.block_size
 
     def _write(self, request: RunnerRequest, num_tokens: int) -> None:
+        """Garbage in, garbage out: on wrong KV nothing right can be computed."""
         start = request.num_computed_tokens
-        value = self._expected(request, start)
+        value = self._read(request, start)
         for position in range(start, start + num_tokens):
-            value = _mix(value, int(request.tokens.view(position, position + 1)[0]))
-            self.pages[self._slot(request, position)] = value
+            if value is not None:
+                value = _mix(value, int(request.tokens.view(position, position + 1)[0]))
+            block, offset = divmod(position, self.block_size)
+            self.pages[request.block_ids[block], offset] = PAINT if value is None else value
 
-    def _expected(self, request: RunnerRequest, end: int) -> int:
+    def _read(self, request: RunnerRequest, end: int) -> int | None:
+        """The KV of the token before `end`, if everything up to it is right; else None."""
         value = 0
-        for token_id in request.tokens.view(0, end).tolist():
-            value = _mix(value, token_id)
-        return value
-
-    def _read_checked(self, request: RunnerRequest, end: int) -> int:
-        value = 0
+        found = self.pages[self._slots(request, end)].tolist()
         for position, token_id in enumerate(request.tokens.view(0, end).tolist()):
             value = _mix(value, token_id)
-            found = self.pages.get(self._slot(request, position))
-            assert found == value, (
-                f"{request.req_id}: wrong KV at position {position}, "
-                f"block {self._slot(request, position)[0]}: "
-                f"{'painted' if found == PAINT else 'foreign or stale'}"
-            )
+            if found[position] != value:
+                block = request.block_ids[position // self.block_size]
+                kind = "painted" if found[position] == PAINT else "foreign or stale"
+                self.last_fault = (
+                    f"{request.req_id}: {kind} KV at position {position}, block {block}"
+                )
+                return None
         return value
 
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 from collections import deque
 from collections.abc import Sequence
+from typing import Any, Literal
 
-from paged_oracle import PagedOracleRunner, paint_when_reused
+from paged_oracle import WRONG, PagedOracleRunner, paint_when_reused
 
 from interlace.engine.config import CacheConfig, SchedulerConfig, SchedulingPolicy
 from interlace.engine.events import EventBus
+from interlace.engine.ports import SchedulerConnector, WorkerConnector
 from interlace.engine.request import Request
 from interlace.engine.sampling_params import SamplingParams
 from interlace.engine.scheduler import RequestUpdate, Scheduler
@@ -39,6 +41,8 @@ def make_scheduler(
     depth: int = 1,
     prefix_caching: bool = True,
     events: EventBus | None = None,
+    connector: SchedulerConnector | None = None,
+    failure_policy: Literal["fail", "recompute"] = "fail",
 ) -> Scheduler:
     """`num_blocks` counts the usable ones."""
     return Scheduler(
@@ -53,6 +57,8 @@ def make_scheduler(
         [EOS],
         ManualClock(),
         events or EventBus(),
+        connector,
+        failure_policy,
     )
 
 
@@ -61,13 +67,16 @@ class Stepper:
     """A scheduler and an oracle runner, stepped by hand."""
 
     scheduler: Scheduler
+    connector: WorkerConnector | None = None
+    """The worker side of the scheduler's connector."""
     runner: PagedOracleRunner = dataclasses.field(init=False)
     inflight: deque[SchedulerOutput] = dataclasses.field(default_factory=deque)
     outputs: dict[str, list[int]] = dataclasses.field(default_factory=dict)
     num_added: int = 0
 
     def __post_init__(self) -> None:
-        self.runner = PagedOracleRunner(self.scheduler.kv_cache.block_size)
+        cache = self.scheduler.kv_cache
+        self.runner = PagedOracleRunner(len(cache.pool.blocks), cache.block_size, self.connector)
         paint_when_reused(self.scheduler, self.runner)
 
     def add(
@@ -79,6 +88,7 @@ class Stepper:
         priority: int = 0,
         cache_salt: str | None = None,
         params: SamplingParams | None = None,
+        kv_transfer_params: dict[str, Any] | None = None,
     ) -> Request:
         self.num_added += 1
         request = Request(
@@ -90,16 +100,18 @@ class Stepper:
             block_size=self.scheduler.kv_cache.block_size,
             priority=priority,
             cache_salt=cache_salt,
+            kv_transfer_params=kv_transfer_params,
         )
         self.outputs[request.request_id] = []
         self.scheduler.add_request(request)
         return request
 
-    def launch(self) -> SchedulerOutput | None:
-        """Plan one more step, if depth and scheduler allow."""
+    def launch(self, *, poll: bool = True) -> SchedulerOutput | None:
+        """Plan one more step, if depth and scheduler allow; empty ones too if `poll`."""
         if len(self.inflight) >= self.scheduler.config.max_inflight_steps:
             return None
-        output = self.scheduler.schedule()
+        output = self.scheduler.schedule(poll=poll)
+        self._take(self.scheduler.take_failed())
         if output is not None:
             self.inflight.append(output)
         return output
@@ -108,9 +120,13 @@ class Stepper:
         """Execute and apply the oldest step in flight."""
         output = self.inflight.popleft()
         updates = self.scheduler.update_from_output(output, self.runner.execute(output))
-        for update in updates:
-            self.outputs[update.request.request_id] += update.new_token_ids
+        self._take(updates)
         return updates
+
+    def _take(self, updates: Sequence[RequestUpdate]) -> None:
+        for update in updates:
+            assert WRONG not in update.new_token_ids, self.runner.last_fault
+            self.outputs[update.request.request_id] += update.new_token_ids
 
     def step(self) -> bool:
         """Launch as far as depth allows, then apply one; False if there was nothing to do."""
@@ -133,7 +149,9 @@ class Stepper:
         scheduler = self.scheduler
         pool = scheduler.kv_cache.pool
         assert not scheduler.requests
-        assert len(scheduler.waiting) == len(scheduler.running) == 0
+        assert len(scheduler.waiting) == len(scheduler.running) == len(scheduler.parked) == 0
+        assert scheduler.num_held_requests == 0
+        assert not scheduler._loaded
         assert not self.inflight
         assert scheduler.num_inflight_steps == 0
         assert pool.num_free_blocks == pool.num_usable_blocks

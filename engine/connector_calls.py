@@ -1,0 +1,140 @@
+"""Calls on a KV connector's scheduler side: answers are checked, exceptions named, slow hooks told.
+
+What a hook raises comes out as `ConnectorError`; whether that ends one request or the engine is
+the scheduler's to decide. Loop thread, never awaits. Knows no queue and no block pool.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from interlace.engine.errors import ConnectorError
+from interlace.engine.kv_connector import KVCacheBlocks, KVConnectorOutput
+from interlace.engine.ports import Clock, SchedulerConnector
+from interlace.engine.request import Request
+from interlace.engine.scheduler_output import SchedulerOutput
+
+logger = logging.getLogger(__name__)
+
+SLOW_HOOK_S = 0.020
+"""A hook that takes longer holds up every request and every consumer: it is named in the log."""
+
+
+class Match(NamedTuple):
+    """Tokens that a connector can bring beyond those that are computed, and in which way."""
+
+    num_tokens: int
+    is_async: bool
+
+
+class ConnectorCalls:
+    """The scheduler side of one connector, as the scheduler calls it."""
+
+    def __init__(self, connector: SchedulerConnector, clock: Clock) -> None:
+        self._connector = connector
+        self._clock = clock
+        self._named_slow: set[str] = set()
+        self.name = type(connector).__name__
+
+    @contextlib.contextmanager
+    def _hook(self, hook: str) -> Iterator[None]:
+        began_s = self._clock.monotonic()
+        try:
+            yield
+        except ConnectorError:
+            raise
+        except Exception as error:
+            raise ConnectorError(
+                f"{self.name}.{hook} raised {type(error).__name__}: {error}"
+            ) from error
+        took_s = self._clock.monotonic() - began_s
+        if took_s > SLOW_HOOK_S and hook not in self._named_slow:
+            self._named_slow.add(hook)
+            logger.warning(
+                "%s.%s took %.0f ms on the event loop; it must answer from memory",
+                self.name,
+                hook,
+                took_s * 1e3,
+            )
+
+    def match(self, request: Request, num_computed_tokens: int) -> Match | None:
+        """What the connector can bring; None if it does not know yet.
+
+        Raises: `ConnectorError` if it raises, or answers what the protocol forbids.
+        """
+        with self._hook("get_num_new_matched_tokens"):
+            answer = self._connector.get_num_new_matched_tokens(request, num_computed_tokens)
+            return self._checked(answer, request.num_tokens - num_computed_tokens)
+
+    def _checked(self, answer: Any, most: int) -> Match | None:
+        match answer:
+            case (None, bool()):
+                return None
+            case (bool(), _):
+                pass
+            case (int() as num_tokens, bool() as is_async):
+                if is_async and num_tokens == 0:
+                    raise self._broken(answer, "a load without tokens cannot be asynchronous")
+                if not 0 <= num_tokens <= most:
+                    rule = f"the request has {most} tokens beyond the computed ones"
+                    raise self._broken(answer, rule)
+                return Match(num_tokens, is_async)
+        raise self._broken(answer, "it must be (tokens or None, whether asynchronous)")
+
+    def _broken(self, answer: Any, rule: str) -> ConnectorError:
+        return ConnectorError(
+            f"{self.name}.get_num_new_matched_tokens answered {answer!r}, but {rule}."
+        )
+
+    def allocated(self, request: Request, num_external_tokens: int) -> None:
+        """The request has all blocks that it needs for now. Raises: `ConnectorError`."""
+        with self._hook("update_state_after_alloc"):
+            self._connector.update_state_after_alloc(
+                request, KVCacheBlocks((tuple(request.blocks),)), num_external_tokens
+            )
+
+    def with_metadata(self, output: SchedulerOutput) -> SchedulerOutput:
+        """The step's message with the connector's metadata. Raises: `ConnectorError`."""
+        with self._hook("build_connector_meta"):
+            metadata = self._connector.build_connector_meta(output)
+            if metadata is None:
+                raise ConnectorError(
+                    f"{self.name}.build_connector_meta returned None; "
+                    "return a KVConnectorMetadata in every step."
+                )
+        return dataclasses.replace(output, kv_connector_metadata=metadata)
+
+    def report(self, connector_output: KVConnectorOutput) -> None:
+        """Hand over what the worker side reported. Raises: `ConnectorError`."""
+        with self._hook("update_connector_output"):
+            self._connector.update_connector_output(connector_output)
+
+    def reset_cache(self) -> bool:
+        """Let the connector forget what it stored. Raises: `ConnectorError`."""
+        with self._hook("reset_cache"):
+            return self._connector.reset_cache() is not False
+
+    def shutdown(self) -> None:
+        """End the connector's scheduler side; what it raises is logged. Any thread."""
+        try:
+            self._connector.shutdown()
+        except Exception:
+            logger.exception("%s.shutdown failed", self.name)
+
+    def finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
+        """Whether the blocks must stay, and parameters for the caller. Raises: `ConnectorError`."""
+        with self._hook("request_finished"):
+            answer = self._connector.request_finished(
+                request, [block.block_id for block in request.blocks]
+            )
+            match answer:
+                case (bool() as stays, dict() | None as params):
+                    return stays, params
+            raise ConnectorError(
+                f"{self.name}.request_finished answered {answer!r}, "
+                "but it must be (whether the blocks stay, a dict or None)."
+            )

@@ -1,0 +1,157 @@
+"""Where a step calls its KV connector's worker side, in the protocol's order.
+
+    handle_preemptions                      before any kernel of the step
+    pre_forward:   bind, start_load_kv
+        per layer: wait_for_layer_load, KV write, attention, save_kv_layer
+    post_forward:  wait_for_save
+    collect:       get_finished, get_block_ids_with_load_errors, worker metadata, clear
+
+A step without tokens runs `no_forward`: the same without layers and without `wait_for_save`. Device
+thread. Knows no connector by name.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+
+from interlace.engine.errors import ConnectorError
+from interlace.engine.kv_connector import KVConnectorOutput
+from interlace.engine.ports import WorkerConnector
+from interlace.engine.scheduler_output import SchedulerOutput
+from interlace.layers.decoder import Attend
+from interlace.layers.forward_context import AttentionLayer, ForwardContext, TritonAttentionMetadata
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class KVHooks:
+    """The worker side of one connector, as one runner calls it."""
+
+    def __init__(self, connector: WorkerConnector, layers: dict[str, torch.Tensor]) -> None:
+        """`layers`: layer name -> its pages, in order of depth. Registers them.
+
+        Raises: `ConnectorError`.
+        """
+        self._connector = connector
+        self._layers = {name: AttentionLayer(name, pages) for name, pages in layers.items()}
+        self._names = tuple(layers)
+        self._failed_blocks: frozenset[int] = frozenset()
+        self._call(connector.register_kv_caches, dict(layers))
+
+    def _call(self, hook: Callable[..., T], *args: object) -> T:
+        try:
+            return hook(*args)
+        except ConnectorError:
+            raise
+        except Exception as error:
+            raise ConnectorError(f"{_name(hook)} raised {type(error).__name__}: {error}") from error
+
+    def handle_preemptions(self, output: SchedulerOutput) -> None:
+        """Let the connector finish reading what this step hands on. Raises: `ConnectorError`."""
+        self._call(self._connector.handle_preemptions, output.kv_connector_metadata)
+
+    def pre_forward(
+        self, output: SchedulerOutput, metadata: TritonAttentionMetadata | None
+    ) -> None:
+        """Bind the step's metadata and let its loads begin; `metadata` is None without tokens.
+
+        Raises: `ConnectorError`. If only this step's own loads are at stake, an exception makes
+        their blocks invalid, and is logged.
+        """
+        self._failed_blocks = frozenset()
+        self._call(self._connector.bind_connector_metadata, output.kv_connector_metadata)
+        by_layer = None if metadata is None else dict.fromkeys(self._names, metadata)
+        context = ForwardContext(self._layers, by_layer)
+        if output.loading_block_ids and not output.begins_async_loads:
+            self._load(output, self._connector.start_load_kv, context)
+        else:
+            self._call(self._connector.start_load_kv, context)
+
+    def _load(self, output: SchedulerOutput, hook: Callable[..., None], *args: object) -> None:
+        """Call a hook of in-step loading: if it raises, the blocks to be loaded are invalid."""
+        try:
+            hook(*args)
+        except Exception as error:  # noqa: BLE001 - a failed load, whatever it is
+            # Only the text is kept: a traceback would keep the step's activations alive.
+            logger.error(
+                "%s raised %s: %s; the blocks of this step's loads count as not loaded",
+                _name(hook),
+                type(error).__name__,
+                error,
+            )
+            self._failed_blocks = output.loading_block_ids
+
+    def post_forward(self) -> None:
+        """The forward is queued: let the connector finish with the pages it reads."""
+        self._call(self._connector.wait_for_save)
+
+    def collect(self, output: SchedulerOutput) -> KVConnectorOutput | None:
+        """What the connector reports with this step, after every hook that may add to it.
+
+        None if it has nothing to say. Raises: `ConnectorError`.
+        """
+        connector = self._connector
+        sending, recving = self._call(connector.get_finished, set(output.finished_req_ids))
+        invalid = self._call(connector.get_block_ids_with_load_errors)
+        meta = self._call(connector.build_connector_worker_meta)
+        self._call(connector.clear_connector_metadata)
+        reports = KVConnectorOutput(
+            finished_sending=sending or None,
+            finished_recving=recving or None,
+            kv_connector_worker_meta=meta,
+            invalid_block_ids=set(invalid) | self._failed_blocks,
+        )
+        return None if reports.is_empty() else reports
+
+    def no_forward(self, output: SchedulerOutput) -> KVConnectorOutput | None:
+        """A step without tokens: transfers move all the same. Raises: `ConnectorError`."""
+        self.pre_forward(output, None)
+        return self.collect(output)
+
+    def maybe_transfer_kv_layer(
+        self, attend: Attend, output: SchedulerOutput, metadata: TritonAttentionMetadata
+    ) -> Attend:
+        """`attend` with the layer hooks around it: wait before the KV write, save afterwards.
+
+        Without bound metadata the hooks are left out, as the protocol has it. Where this step
+        loads, an exception of `wait_for_layer_load` makes its blocks invalid; all others are
+        fatal: `ConnectorError`.
+        """
+        connector = self._connector
+        if not connector.has_connector_metadata():
+            return attend
+        layers = [(name, self._layers[name].kv_cache) for name in self._names]
+
+        def attend_and_transfer(
+            layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+        ) -> torch.Tensor:
+            name, pages = layers[layer]
+            if not output.loading_block_ids:
+                self._call(connector.wait_for_layer_load, name)
+            elif not self._failed_blocks:
+                self._load(output, connector.wait_for_layer_load, name)
+            attended = attend(layer, q, k, v)
+            self._call(connector.save_kv_layer, name, pages, metadata)
+            return attended
+
+        return attend_and_transfer
+
+    def shutdown(self) -> None:
+        """Let the connector release what it holds. Never raises: what it raises is logged."""
+        try:
+            self._connector.shutdown()
+        except Exception:
+            logger.exception("%s failed", _name(self._connector.shutdown))
+
+
+def _name(hook: Callable[..., object]) -> str:
+    """`Class.method`, for messages."""
+    owner = getattr(hook, "__self__", None)
+    prefix = "" if owner is None else f"{type(owner).__name__}."
+    return prefix + getattr(hook, "__name__", repr(hook))
