@@ -69,7 +69,9 @@ class Rule:
     """A held request is reported as sent in the step that tells of its end (0), or so many steps
     later; None is never."""
     repeat_recving: int = 0
-    """Report the end of a load again in so many following steps, or until its next load begins."""
+    """Report the end of a load again in so many following steps, or until the worker side hears of
+    the request's next load or of its holding. With two steps in flight the engine may have planned
+    that before the last repetition reaches it."""
     repeat_sending: int = 0
     repeat_invalid: int = 0
     response_params: Mapping[str, Any] | None = None

@@ -119,6 +119,8 @@ class ScriptedWorker:
     ) -> tuple[set[str], set[str]]:
         """Ids of (sends, loads) that end with this step, and repetitions."""
         assert metadata.held <= finished_req_ids, "the scheduler side names ended requests only"
+        # Either kind of report would free a held request's blocks.
+        self._received.forget(metadata.held)
         for req_id in metadata.held:
             self._sending[req_id] = self._script.rule(req_id).send_delay
         sent = self._sent.take(

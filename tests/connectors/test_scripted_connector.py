@@ -188,9 +188,10 @@ class Engine:
         return self.scheduler.is_idle and self.worker.is_idle
 
 
-def saved(script: Script, tokens: Sequence[int], dtype: Any = torch.float32) -> Request:
-    """A script's store filled with these tokens' full blocks, by an engine that computed them."""
-    engine, request = Engine(script, "kv_producer", dtype), request_of(tokens, "writer")
+def saved(script: Script, tokens: Sequence[int], dtype: Any = torch.float32) -> None:
+    """Fill the script's store with these tokens' full blocks, by an engine that computes them."""
+    writing = Script(store=script.store)
+    engine, request = Engine(writing, "kv_producer", dtype), request_of(tokens, "writer")
     blocks = list(range(1, 1 - (-len(tokens) // BLOCK)))
     engine.match(request)
     engine.allocate(request, blocks, 0)
@@ -198,8 +199,6 @@ def saved(script: Script, tokens: Sequence[int], dtype: Any = torch.float32) -> 
     engine.end(request)
     engine.step()
     assert engine.is_idle
-    script.calls.clear()
-    return request
 
 
 PROMPT = list(range(10, 24))  # three full blocks and a half
@@ -530,6 +529,20 @@ def test_a_held_request_is_reported_once_sent(delay: int) -> None:
     sent = [engine.step().finished_sending for _ in range(delay + 3)]
     assert sent == [None] * delay + [{"r"}, {"r"}, None]
     assert engine.is_idle
+
+
+def test_a_held_request_is_not_reported_as_received() -> None:
+    rule = Rule(answers=(Async(),), hold=True, send_delay=1, repeat_recving=5)
+    script = Script(default=rule)
+    saved(script, PROMPT)
+    engine, request = Engine(script), request_of(PROMPT)
+    load(engine, request, TABLE)
+    assert engine.step().finished_recving == {"r"}
+    assert engine.step(Row(request, TABLE, 12, 2)).finished_recving == {"r"}
+    assert engine.end(request)[0]
+    outputs = [engine.step() for _ in range(3)]
+    assert [o.finished_recving for o in outputs] == [None] * 3
+    assert [o.finished_sending for o in outputs] == [None, {"r"}, None]
 
 
 def test_a_held_request_may_never_be_reported() -> None:
