@@ -10,17 +10,25 @@ import dataclasses
 from collections.abc import Iterable
 
 from interlace.connectors.example_messages import ExampleMetadata, Save
+from interlace.connectors.example_save_planner import MAX_RUN_BLOCKS
 from interlace.connectors.kv_folders.folders import Run
 from interlace.connectors.kv_folders.pages import LayerPages
+from interlace.connectors.kv_folders.staging import StagingPool
 from interlace.connectors.kv_folders.tensor_file import ByteArray
 from interlace.connectors.kv_folders.writer import EndedSave, FolderWriter
 
 
 @dataclasses.dataclass(slots=True)
 class _Copy:
+    """A save whose pages are being copied."""
+
     save: Save
-    rows: dict[str, ByteArray] = dataclasses.field(default_factory=dict)
-    """Layer name -> its blocks."""
+    memory: ByteArray
+    """From the staging pool."""
+    rows: ByteArray
+    """A view on it, [layers, blocks, bytes of a block]."""
+    missing: set[str]
+    """Layers that were not copied yet."""
 
 
 class WorkerSaves:
@@ -29,12 +37,19 @@ class WorkerSaves:
     def __init__(self, writer: FolderWriter) -> None:
         self._writer = writer
         self._layers: dict[str, LayerPages] = {}
+        self._indices: dict[str, int] = {}
+        self._block_shape: tuple[int, ...] = ()
+        self._block_bytes = 0  # of one layer
         self._copies: list[_Copy] = []
         self._copied: list[int] = []
 
     def register(self, layers: dict[str, LayerPages]) -> None:
-        """Layer name -> pages, in order of depth. Once."""
+        """Layer name -> pages of one shape, in order of depth. Once."""
         self._layers = layers
+        self._indices = {name: index for index, name in enumerate(layers)}
+        first = next(iter(layers.values()))
+        self._block_shape, self._block_bytes = first.block_shape, first.block_bytes
+        self._staging = StagingPool(MAX_RUN_BLOCKS * len(layers) * self._block_bytes)
 
     def start(self, metadata: ExampleMetadata) -> None:
         """Pass on the verdicts on earlier saves, and copy what earlier steps filled."""
@@ -42,20 +57,32 @@ class WorkerSaves:
             self._writer.publish(save_id)
         for save_id in sorted(metadata.discard):
             self._writer.discard(save_id)
-        copies = [_Copy(save) for save in metadata.saves if self._has_room(save)]
+        copies = [self._begin(save) for save in metadata.saves if self._has_room(save)]
         self._hand_on(copy for copy in copies if copy.save.is_filled)
         self._copies = [copy for copy in copies if not copy.save.is_filled]
 
+    def _num_bytes(self, save: Save) -> int:
+        return len(self._layers) * len(save.block_ids) * self._block_bytes
+
     def _has_room(self, save: Save) -> bool:
-        block_bytes = sum(pages.block_bytes for pages in self._layers.values())
-        return self._writer.reserve(save.save_id, block_bytes * len(save.block_ids))
+        return self._writer.reserve(save.save_id, self._num_bytes(save))
+
+    def _begin(self, save: Save) -> _Copy:
+        memory = self._staging.take(self._num_bytes(save))
+        shape = (len(self._layers), len(save.block_ids), self._block_bytes)
+        rows = memory[: self._num_bytes(save)].reshape(shape)
+        return _Copy(save, memory, rows, set(self._layers))
 
     def copy_layer(self, layer_name: str) -> None:
         """Copy one layer of what this step fills, after the layer was written."""
-        pages = self._layers[layer_name]
         for copy in self._copies:
-            if layer_name not in copy.rows:
-                copy.rows[layer_name] = pages.read(copy.save.block_ids)
+            self._copy(copy, layer_name)
+
+    def _copy(self, copy: _Copy, layer_name: str) -> None:
+        if layer_name in copy.missing:
+            rows = copy.rows[self._indices[layer_name]]
+            self._layers[layer_name].read(copy.save.block_ids, rows)
+            copy.missing.remove(layer_name)
 
     def finish_step(self) -> None:
         """Copy what is missing, and hand all on to the writer. May be repeated."""
@@ -64,9 +91,8 @@ class WorkerSaves:
 
     def _hand_on(self, copies: Iterable[_Copy]) -> None:
         for copy in copies:
-            for layer_name, pages in self._layers.items():
-                if layer_name not in copy.rows:
-                    copy.rows[layer_name] = pages.read(copy.save.block_ids)
+            for layer_name in sorted(copy.missing):
+                self._copy(copy, layer_name)
             self._writer.write(copy.save.save_id, self._run(copy))
             self._copied.append(copy.save.save_id)
 
@@ -74,8 +100,10 @@ class WorkerSaves:
         return Run(
             parent_hash=copy.save.parent_hash,
             block_hashes=copy.save.block_hashes,
-            block_shape=next(iter(self._layers.values())).block_shape,
-            layers={name: copy.rows[name] for name in self._layers},
+            block_shape=self._block_shape,
+            layer_names=tuple(self._layers),
+            rows=copy.rows,
+            release=lambda: self._staging.give_back(copy.memory),
         )
 
     def take_copied(self) -> tuple[int, ...]:

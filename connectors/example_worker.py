@@ -39,6 +39,10 @@ class ExampleWorker:
                     f"register_kv_caches: {name} has pages of {pages.dtype}, but the engine's dtype"
                     f" is {self._folders.identity.dtype}; make them equal."
                 )
+        if len({pages.block_shape for pages in layers.values()}) != 1:
+            raise ConnectorError(
+                "register_kv_caches: KV folders hold one block shape, the same in all layers."
+            )
         self.loads.register(layers)
         self._saves.register(layers)
 

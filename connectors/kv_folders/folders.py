@@ -14,6 +14,7 @@ import re
 import secrets
 import shutil
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -47,13 +48,11 @@ class Run:
     parent_hash: bytes
     block_hashes: tuple[bytes, ...]
     block_shape: tuple[int, ...]
-    layers: dict[str, ByteArray]
-    """Layer name -> [blocks, bytes of a block], contiguous."""
-
-    @property
-    def num_bytes(self) -> int:
-        """Of all layers."""
-        return sum(rows.nbytes for rows in self.layers.values())
+    layer_names: tuple[str, ...]
+    rows: ByteArray
+    """[layers, blocks, bytes of a block], contiguous."""
+    release: Callable[[], None]
+    """Called once, by any thread, when `rows` is no longer read."""
 
 
 class KVFolders:
@@ -98,7 +97,7 @@ class KVFolders:
         shape = (len(run.block_hashes), *run.block_shape)
         return tuple(
             write_tensor(folder / manifests.layer_file_name(i), self.identity.dtype, shape, rows)
-            for i, rows in enumerate(run.layers.values())
+            for i, rows in enumerate(run.rows)
         )
 
     def _manifest(self, run: Run, files: tuple[TensorFile, ...]) -> Manifest:
@@ -107,7 +106,7 @@ class KVFolders:
             parent_hash=run.parent_hash,
             block_hashes=run.block_hashes,
             block_shape=run.block_shape,
-            layer_names=tuple(run.layers),
+            layer_names=run.layer_names,
             files=files,
         )
 

@@ -23,8 +23,8 @@ class LayerPages(Protocol):
     block_bytes: int
     dtype: str
 
-    def read(self, block_ids: Sequence[int]) -> ByteArray:
-        """A copy of these blocks, [len(block_ids), block_bytes]."""
+    def read(self, block_ids: Sequence[int], rows: ByteArray) -> None:
+        """Copy these blocks to `rows`, [len(block_ids), block_bytes], contiguous."""
         ...
 
     def write(self, block_ids: Sequence[int], rows: ByteArray) -> None:
@@ -61,11 +61,10 @@ class HostPages(_Pages):
         super().__init__(pages)
         self._array: ByteArray = self._rows.numpy()
 
-    def read(self, block_ids: Sequence[int]) -> ByteArray:
+    def read(self, block_ids: Sequence[int], rows: ByteArray) -> None:
         """See `LayerPages`."""
-        rows = np.empty((len(block_ids), self.block_bytes), dtype=np.uint8)
         # `clip` writes straight into `out`; the default mode copies twice.
-        return np.take(self._array, block_ids, axis=0, out=rows, mode="clip")
+        np.take(self._array, block_ids, axis=0, out=rows, mode="clip")
 
     def write(self, block_ids: Sequence[int], rows: ByteArray) -> None:
         """See `LayerPages`."""
@@ -75,10 +74,9 @@ class HostPages(_Pages):
 class DevicePages(_Pages):
     """Pages anywhere."""
 
-    def read(self, block_ids: Sequence[int]) -> ByteArray:
+    def read(self, block_ids: Sequence[int], rows: ByteArray) -> None:
         """See `LayerPages`."""
-        rows: ByteArray = self._rows[self._ids(block_ids)].cpu().numpy()
-        return rows
+        torch.from_numpy(rows).copy_(self._rows[self._ids(block_ids)])
 
     def write(self, block_ids: Sequence[int], rows: ByteArray) -> None:
         """See `LayerPages`."""

@@ -89,7 +89,8 @@ class FolderWriter:
         return not full
 
     def write(self, save_id: int, run: Run) -> None:
-        """Write a run aside. The arrays are the writer's from now on."""
+        """Write a run of the reserved size aside. The rows are the writer's until it releases
+        them."""
         self._queue.put(lambda: self._write(save_id, run))
 
     def publish(self, save_id: int) -> None:
@@ -131,8 +132,9 @@ class FolderWriter:
         except Exception as error:  # noqa: BLE001 - whatever it is, the save ends, and is reported
             self._fail(save_id, error)
         finally:
+            run.release()
             with self._lock:
-                self._bytes_waiting -= run.num_bytes
+                self._bytes_waiting -= run.rows.nbytes
 
     def _publish(self, save_id: int) -> None:
         written = self._written.pop(save_id, None)

@@ -1,0 +1,41 @@
+"""Host memory for copies on their way to files, used again: touching fresh memory costs more than
+copying into it.
+"""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+
+from interlace.connectors.kv_folders.tensor_file import ByteArray
+
+_KEPT = 2
+_SMALL = 8
+"""A request for less than this part of a slot gets fresh memory of its own size."""
+
+
+class StagingPool:
+    """Slots of one size. Taken on the device thread, given back on the writer thread."""
+
+    def __init__(self, slot_bytes: int) -> None:
+        """Touches the first slot, so that the first save is as quick as the others."""
+        self._slot_bytes = slot_bytes
+        self._lock = threading.Lock()
+        self._free = [np.zeros(slot_bytes, dtype=np.uint8)]
+        self._free[0].fill(1)
+
+    def take(self, num_bytes: int) -> ByteArray:
+        """At least so many bytes, one-dimensional, with any content."""
+        if num_bytes * _SMALL < self._slot_bytes or num_bytes > self._slot_bytes:
+            return np.empty(num_bytes, dtype=np.uint8)
+        with self._lock:
+            if self._free:
+                return self._free.pop()
+        return np.empty(self._slot_bytes, dtype=np.uint8)
+
+    def give_back(self, memory: ByteArray) -> None:
+        """What `take` returned is no longer read. Two free slots are kept."""
+        with self._lock:
+            if len(memory) == self._slot_bytes and len(self._free) < _KEPT:
+                self._free.append(memory)
