@@ -98,6 +98,8 @@ class Request:
         self.epoch = 0
         """Counts how often computed tokens were lost to bad KV: results of older steps are void."""
         self.num_failed_loads = 0
+        self.load_step_id = 0
+        """The step that began the latest asynchronous load."""
         self.load_start = 0
         """Where the latest asynchronous load begins; all before it was cached on the device."""
         self.last_step_id = 0

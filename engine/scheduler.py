@@ -87,8 +87,10 @@ class _Held(NamedTuple):
     """An ended request whose blocks stay until the connector reports."""
 
     request: Request
+    is_loading: bool
+    """A load has not ended: a report of receiving releases it."""
     stays: bool
-    """The connector asked for it; else a load has not ended yet."""
+    """The connector asked for it: a report of sending releases it."""
 
 
 class Scheduler:
@@ -184,7 +186,7 @@ class Scheduler:
         del self.requests[request.request_id]
         self._finished_req_ids.add(request.request_id)
         if stays or still_loading:
-            self._held[request.request_id] = _Held(request, stays)
+            self._held[request.request_id] = _Held(request, still_loading, stays)
         else:
             self.kv_cache.free(request, self._last_applied_step)
         self._count(num_finished_requests=1)
@@ -417,6 +419,7 @@ class Scheduler:
     def _begin_load(self, plan: StepPlan, request: Request, loaded: range) -> None:
         self._allocate(plan, request, loaded.stop, loaded)
         request.load_start = loaded.start
+        request.load_step_id = plan.step_id
         request.num_computed_tokens = loaded.stop
         request.status = RequestStatus.WAITING_FOR_REMOTE_KVS
         self.parked.add(request)
@@ -551,7 +554,7 @@ class Scheduler:
             if not item.is_void:
                 updates += self._apply_one(item, runner_output)
         if reports is not None:
-            self._apply_reports(reports)
+            self._apply_reports(reports, step.step_id)
         # Last, so that the blocks whose tokens became known just now are published with the rest.
         self.kv_cache.apply_step(step.step_id)
         num_sampled = sum(len(update.new_token_ids) for update in updates)
@@ -626,37 +629,49 @@ class Scheduler:
         self.finish_request(request, RequestStatus.FINISHED_ERROR, error=error)
         return RequestUpdate(request, (), None)
 
-    def _apply_reports(self, reports: KVConnectorOutput) -> None:
+    def _apply_reports(self, reports: KVConnectorOutput, step_id: int) -> None:
         """Follow what the connector's worker side reports: loads and reads that have ended."""
         assert self._connector is not None
         self._connector.report(reports)
         num_strays = 0
         for request_id in reports.finished_recving or ():
-            request = self.requests.get(request_id)
-            if request is not None and request.status is RequestStatus.WAITING_FOR_REMOTE_KVS:
-                num_strays += request_id in self._loaded
-                self._loaded.add(request_id)
-            else:
-                num_strays += not self._release(request_id)
+            num_strays += not self._end_load(request_id, step_id)
         for request_id in reports.finished_sending or ():
-            num_strays += not self._release(request_id, after_sending=True)
+            held = self._held.get(request_id)
+            is_stray = held is None or not held.stays
+            num_strays += is_stray
+            if not is_stray:
+                self._release(request_id)
         if num_strays:
-            logger.warning(
-                "%s reported %d ids that nobody waits for", self._connector.name, num_strays
-            )
+            if not self.stats.num_stray_reports:
+                logger.warning(
+                    "%s reported ids that nobody waits for; such reports are counted and ignored",
+                    self._connector.name,
+                )
             self._count(num_stray_reports=num_strays)
 
-    def _release(self, request_id: str, *, after_sending: bool = False) -> bool:
-        """Free what an ended request still holds; False if nobody waits for this report.
+    def _end_load(self, request_id: str, step_id: int) -> bool:
+        """Step `step_id` reported the end of a load. False if nobody waits for it.
 
-        A request that is held for a load alone is not released by a report of sending.
+        A report of a step before the one that began the load is about an earlier load.
         """
-        held = self._held.get(request_id)
-        if held is None or (after_sending and not held.stays):
+        request = self.requests.get(request_id)
+        if request is None:
+            held = self._held.get(request_id)
+            if held is None or not held.is_loading or step_id < held.request.load_step_id:
+                return False
+            self._release(request_id)
+            return True
+        is_loading = request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
+        if not is_loading or request_id in self._loaded or step_id < request.load_step_id:
             return False
-        del self._held[request_id]
-        self.kv_cache.free(held.request, self._last_applied_step)
+        self._loaded.add(request_id)
         return True
+
+    def _release(self, request_id: str) -> None:
+        """Free what an ended request still holds."""
+        held = self._held.pop(request_id)
+        self.kv_cache.free(held.request, self._last_applied_step)
 
     def _append_tokens(
         self,

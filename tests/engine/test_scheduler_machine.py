@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+from typing import Any, Literal
+
 import pytest
+from connected import connected_stepper
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -15,6 +19,7 @@ from hypothesis.stateful import (
 from paged_oracle import answer
 from scheduling import Stepper, make_scheduler
 
+from interlace.connectors.conformance import Async, Rule, Script, Sync
 from interlace.engine.request import Request, RequestStatus
 
 _prompts = st.one_of(
@@ -44,17 +49,18 @@ class SchedulerMachine(RuleBasedStateMachine):
         policy: str,
         prefix_caching: bool,
     ) -> None:
-        self.stepper = Stepper(
-            make_scheduler(
-                num_blocks=num_blocks,
-                max_num_batched_tokens=budget,
-                max_num_seqs=max_num_seqs,
-                policy="priority" if policy == "priority" else "fcfs",
-                prefix_caching=prefix_caching,
-                depth=self.depth,
-            )
+        self.stepper = self.make_stepper(
+            num_blocks=num_blocks,
+            max_num_batched_tokens=budget,
+            max_num_seqs=max_num_seqs,
+            policy=policy,
+            prefix_caching=prefix_caching,
+            depth=self.depth,
         )
         self.requests: list[Request] = []
+
+    def make_stepper(self, **options: Any) -> Stepper:
+        return Stepper(make_scheduler(**options))
 
     @rule(
         prompt=_prompts,
@@ -95,7 +101,11 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule()
     def reset_cache(self) -> None:
         scheduler = self.stepper.scheduler
-        held = any(r.blocks for r in self.requests) or scheduler.kv_cache.num_fenced_blocks
+        held = (
+            any(r.blocks for r in self.requests)
+            or scheduler.kv_cache.num_fenced_blocks
+            or scheduler.num_held_requests
+        )
         done = scheduler.reset_prefix_cache()
         assert done == (not held)
 
@@ -105,6 +115,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             return
         scheduler = self.stepper.scheduler
         pool = scheduler.kv_cache.pool
+        assert not pool._free.keys() & {b.block_id for r in self.requests for b in r.blocks}
         held: dict[int, int] = {}
         for blocks in [r.blocks for r in self.requests] + [
             fenced.blocks for fenced in scheduler.kv_cache._fenced
@@ -114,7 +125,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         for block in pool.blocks[1:]:
             assert block.ref_count == held.get(block.block_id, 0)  # I1
             assert (block.block_id in pool._free) == (block.ref_count == 0)  # I2
-            if block.ref_count > 1:
+            if block.ref_count > 1 and not scheduler.stats.num_invalid_blocks:
                 assert block.tokens is not None, "only known content is shared or copied"
         assert set(pool._by_hash.values()) == {b for b in pool.blocks if b.block_hash is not None}
         assert pool.num_cached_blocks <= pool.num_usable_blocks  # B61
@@ -144,7 +155,99 @@ class Depth2Machine(SchedulerMachine):
     depth = 2
 
 
-@pytest.mark.parametrize("machine", [SchedulerMachine, Depth2Machine])
+_some_of = st.integers(0, 20)
+_answers = st.one_of(
+    st.sampled_from([Sync(), Async(), None, (0, False)]),
+    st.builds(Sync, _some_of),
+    st.builds(Async, _some_of),
+)
+_violations = st.sampled_from([(-1, False), (0, True), (10_000, True), (1.5, False), 7])
+_rules = st.builds(
+    Rule,
+    # The last answer stays: it must not be "ask again", or nothing would ever come of it.
+    answers=st.tuples(_answers, _answers, st.sampled_from([Sync(), Async(), (0, False)])),
+    fail=st.frozensets(st.integers(0, 9), max_size=3),
+    num_failing_loads=st.sampled_from([None, 1, 2]),
+    load_delay=st.integers(0, 4),
+    report_early=st.booleans(),
+    save=st.booleans(),
+    hold=st.booleans(),
+    send_delay=st.integers(0, 4),
+    repeat_recving=st.integers(0, 2),
+    repeat_sending=st.integers(0, 2),
+    repeat_invalid=st.integers(0, 2),
+)
+
+
+class ConnectedMachine(SchedulerMachine):
+    """The same with loads, failures, held blocks, and reports that come late and again."""
+
+    policy: Literal["fail", "recompute"] = "recompute"
+
+    def make_stepper(self, **options: Any) -> Stepper:
+        self.script = Script()
+        stepper, self.sides = connected_stepper(
+            self.script, policy_on_failure=self.policy, **options
+        )
+        return stepper
+
+    @rule(
+        prompt=_prompts,
+        max_tokens=st.integers(1, 20),
+        priority=st.integers(0, 2),
+        what=_rules,
+        violation=st.none() | st.none() | st.none() | _violations,
+    )
+    def submit_scripted(
+        self, prompt: list[int], max_tokens: int, priority: int, what: Rule, violation: Any
+    ) -> None:
+        if len(prompt) >= self.stepper.scheduler.max_total_tokens:
+            return
+        name = f"scripted{len(self.requests)}"
+        answers = what.answers if violation is None else (violation, *what.answers)
+        self.script.rules[name] = dataclasses.replace(what, answers=answers)
+        self.requests.append(
+            self.stepper.add(prompt, request_id=name, max_tokens=max_tokens, priority=priority)
+        )
+
+    @rule()
+    def evict_all(self) -> None:
+        """So that what was saved is loaded again."""
+        pool = self.stepper.scheduler.kv_cache.pool
+        pool.free_blocks(pool.get_new_blocks(pool.num_free_blocks))
+
+    def teardown(self) -> None:
+        super().teardown()
+        if hasattr(self, "stepper"):
+            while self.stepper.launch() or self.stepper.inflight:  # late reports
+                self.stepper.apply()
+            assert self.sides[0].is_idle
+            assert self.sides[1].is_idle
+
+
+class ConnectedDepth2Machine(ConnectedMachine):
+    depth = 2
+
+
+class FailingMachine(ConnectedMachine):
+    policy = "fail"
+
+
+class FailingDepth2Machine(FailingMachine):
+    depth = 2
+
+
+MACHINES = [
+    SchedulerMachine,
+    Depth2Machine,
+    ConnectedMachine,
+    ConnectedDepth2Machine,
+    FailingMachine,
+    FailingDepth2Machine,
+]
+
+
+@pytest.mark.parametrize("machine", MACHINES)
 def test_random_lives(machine: type[SchedulerMachine]) -> None:
     case = machine.TestCase
     case.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)

@@ -1,0 +1,63 @@
+"""Both sides of a `ScriptedConnector`, and a `Stepper` whose scheduler and oracle use them."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from scheduling import Stepper, make_scheduler
+
+from interlace.connectors.conformance import Script, ScriptedConnector
+from interlace.engine.config import EngineConfig, KVRole, KVTransferConfig, ModelConfig
+from interlace.engine.kv_connector import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVConnectorRole,
+)
+
+Sides = tuple[ScriptedConnector, ScriptedConnector]
+
+
+def scripted_sides(
+    script: Script, *, block_size: int = 4, num_blocks: int = 64, role: KVRole = "kv_both"
+) -> Sides:
+    """(scheduler side, worker side) for an engine with `num_blocks` usable blocks."""
+    config = EngineConfig(
+        block_size=block_size,
+        kv_transfer_config=KVTransferConfig(
+            kv_connector="ScriptedConnector",
+            kv_role=role,
+            kv_connector_extra_config={"script": script},
+        ),
+    ).resolved(
+        ModelConfig("toy", "float32", 1000, 50, (), 0, "toy"),
+        max_model_len=1000,
+        max_num_batched_tokens=64,
+        num_gpu_blocks_override=num_blocks + 1,
+        max_inflight_steps=1,
+    )
+    spec = FullAttentionSpec(block_size, 1, 1, None, 8 * block_size)
+    cache = KVCacheConfig(num_blocks + 1, (KVCacheGroupSpec(("layer",), spec),))
+    scheduler_side, worker_side = (ScriptedConnector(config, r, cache) for r in KVConnectorRole)
+    return scheduler_side, worker_side
+
+
+def connected_stepper(
+    script: Script,
+    *,
+    policy_on_failure: Literal["fail", "recompute"] = "recompute",
+    block_size: int = 4,
+    num_blocks: int = 64,
+    role: KVRole = "kv_both",
+    **options: Any,
+) -> tuple[Stepper, Sides]:
+    """A stepper over a scripted connector; `options` are those of `make_scheduler`."""
+    sides = scripted_sides(script, block_size=block_size, num_blocks=num_blocks, role=role)
+    scheduler = make_scheduler(
+        block_size=block_size,
+        num_blocks=num_blocks,
+        connector=sides[0],
+        failure_policy=policy_on_failure,
+        **options,
+    )
+    return Stepper(scheduler, sides[1]), sides
