@@ -83,7 +83,7 @@ class KVHooks:
                 "%s raised %s: %s; the blocks of this step's loads count as not loaded",
                 _name(hook),
                 type(error).__name__,
-                error,
+                str(error),
             )
             self._failed_blocks = output.loading_block_ids
 
