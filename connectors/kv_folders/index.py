@@ -58,9 +58,12 @@ class FolderIndex:
         self._places: dict[bytes, tuple[BlockPlace, ...]] = {}
         self._hashes: dict[str, tuple[bytes, ...]] = {}  # folder -> its blocks
         self._banned: dict[str, Signature] = {}  # folders that failed, and could not be removed
+        self._own: dict[str, int] = {}  # folders that were added before they were listed -> round
+        self._round = 0
         # The reader thread's own: bucket -> its time stamp, and what was found in it.
         self._stamps: dict[str, int] = {}
         self._found: dict[str, dict[str, Signature]] = {}
+        self._has_complained = False
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="interlace-kv-index", daemon=True)
 
@@ -83,6 +86,7 @@ class FolderIndex:
         """A folder was published: known at once."""
         with self._lock:
             self._banned.pop(folder, None)
+            self._own[folder] = self._round
             self._add(folder, tuple(hashes))
 
     def drop(self, folder: str, signature: Signature) -> None:
@@ -120,18 +124,32 @@ class FolderIndex:
         while True:
             try:
                 self.refresh()
-            except Exception:
-                logger.exception("The index of stored KV could not be refreshed; trying again.")
+            except Exception as error:  # noqa: BLE001 - what is stored later must still be found
+                self._complain(error)
             self._is_built = True
             if self._stop.wait(self._refresh_s):
                 return
 
+    def _complain(self, error: Exception) -> None:
+        """Once. The thread lives on, and tries again each time."""
+        if not self._has_complained:
+            self._has_complained = True
+            logger.warning(
+                "Stored KV in %s cannot be looked up (%s); until that changes, none is loaded.",
+                self._folders.base,
+                error,
+                exc_info=not isinstance(error, OSError),
+            )
+
     def refresh(self) -> None:
         """Look once at all folders that changed. File I/O: reader thread or tests only."""
+        self._round += 1
         stamps = self._bucket_stamps()
-        for bucket in set(self._stamps) - set(stamps):
+        with self._lock:
+            known = {Path(folder).parent.name for folder in self._own} | set(self._stamps)
+        for bucket in known - set(stamps):
             self._take(bucket, {})
-            del self._stamps[bucket]
+            self._stamps.pop(bucket, None)
         for bucket, stamp in stamps.items():
             if self._stop.is_set():
                 return
@@ -160,12 +178,24 @@ class FolderIndex:
     def _take(self, bucket: str, listing: dict[str, Signature]) -> None:
         """Make the bucket's part of the index what the listing says."""
         found = self._found.pop(bucket, {})
-        self._forget(folder for folder in found if folder not in listing)
+        self._forget((found.keys() | self._listable(bucket)) - listing.keys())
         for folder, signature in listing.items():
             if found.get(folder) != signature:
                 self._inspect(folder, signature)
         if listing:
             self._found[bucket] = listing
+
+    def _listable(self, bucket: str) -> set[str]:
+        """Folders that were added before this round, so that its listing must have them."""
+        with self._lock:
+            own = {
+                folder
+                for folder, added_in in self._own.items()
+                if added_in < self._round and Path(folder).parent.name == bucket
+            }
+            for folder in own:
+                del self._own[folder]
+        return own
 
     def _forget(self, gone: Iterable[str]) -> None:
         with self._lock:

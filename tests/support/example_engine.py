@@ -328,9 +328,17 @@ class ExampleEngine:
     def prefill(self, request: Request, *, num_local: int = 0) -> int:
         """Admit and compute to the end; the number of external tokens."""
         num_external = self.admit(request, num_local=num_local)
+        if num_external and self.scheduler.options.load_async:
+            self.receive(request)
         while (rest := request.num_tokens - self.num_computed[request.request_id]) > 0:
             self.step({request: rest})
         return num_external
+
+    def receive(self, request: Request) -> None:
+        """Empty steps until its load has ended; then it goes on as an engine would let it."""
+        self.until(lambda: request.request_id in self.received)
+        self._truncate(request, self.invalid)
+        self.allocated(request, 0)
 
     def run(self, tokens: Sequence[int], *, salt: str | None = None) -> int:
         """A request from beginning to end, checked; the number of external tokens."""
