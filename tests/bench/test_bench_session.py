@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +13,7 @@ import transformers
 
 from interlace.bench import experiments
 from interlace.bench.arms import Shape
+from interlace.bench.kv_session import run_kv_benchmark
 from interlace.bench.session import Prepared, Settings, prepare, run_benchmark
 from interlace.engine.clock import MonotonicClock
 from interlace.layers.checkpoint.loading import Silent
@@ -78,3 +81,21 @@ async def test_a_prompt_sent_twice_hits(alone: Prepared) -> None:
         {},
     )
     assert report.rows[0].figures["cached tokens"].samples == (99, 99)
+
+
+async def test_kv_is_saved_and_loaded_by_real_engines(alone: Prepared, tmp_path: Path) -> None:
+    kept = tmp_path / "kv"
+    await asyncio.to_thread(kept.mkdir)
+    report = await run_kv_benchmark(alone, kept, (64, 1), MonotonicClock(), Silent())
+    assert [row.case for row in report.rows] == [
+        "computed",
+        "loaded, sync",
+        "loaded, async",
+        "prefill",
+        "prefill, saving",
+        "decode",
+        "decode, idle connector",
+    ]
+    assert all(row.figures["loaded tokens"].median >= 48 for row in report.rows[1:3])
+    assert len(report.checks) == 6
+    assert await asyncio.to_thread(os.listdir, kept) == []
