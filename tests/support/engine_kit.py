@@ -101,7 +101,7 @@ class GatedRunner(PagedOracleRunner):
         output = super().execute(scheduler_output)
         hit = {i: e for i, e in self.request_errors.items() if i in output.sampled_token_ids}
         tokens = {i: t for i, t in output.sampled_token_ids.items() if i not in hit}
-        return ModelRunnerOutput(tokens, {}, hit)
+        return ModelRunnerOutput(tokens, {}, hit, output.kv_connector_output)
 
 
 @dataclasses.dataclass
