@@ -215,6 +215,8 @@ class FolderIndex:
             return
         except OSError as error:
             self._forget([folder])
+            if isinstance(error, FileNotFoundError):  # removed by another process just now
+                return
             logger.warning("Cannot read the folder %s: %s.", folder, error)
             return
         if manifest.identity != self._folders.identity:
