@@ -17,8 +17,6 @@ from interlace.bench.timeline import Sample
 from interlace.bench.workload import WorkSource
 from interlace.engine.ports import Progress
 
-LEAST_ROUNDS, MOST_ROUNDS = 2, 8
-"""Pairs, in units of the repeats asked for: as many of either order."""
 NOISE_SHARE = 1 / 3
 """Enough pairs were run when the noise is this share of the bar."""
 
@@ -60,6 +58,9 @@ class Comparison:
     title: str
     seconds: Callable[[Sample], float]
     bar: float
+    least: int = 2
+    """Pairs for each of the repeats asked for; even, since either order is as frequent then."""
+    most: int = 8
 
 
 async def compare(
@@ -71,11 +72,11 @@ async def compare(
 ) -> Paired:
     """Run base and other on the same new prompt, pair after pair; the first pair warms up.
 
-    Ends when the noise is small beside the bar, or after `MOST_ROUNDS` x `shape.repeats` pairs.
+    Ends when the noise is small beside the bar, or after `comparison.most` x `shape.repeats` pairs.
     Cancelling stops after the run in progress.
     """
     samples: tuple[list[Sample], list[Sample]] = ([], [])
-    most = MOST_ROUNDS * shape.repeats
+    most = comparison.most * shape.repeats
     with progress.task(comparison.title, most + 1) as advance:
         for number in range(most + 1):
             work = source.make(1, shape.prompt_tokens, shape.output_tokens)
@@ -86,7 +87,7 @@ async def compare(
             if number == 0:
                 samples[0].clear()
                 samples[1].clear()
-            elif number >= LEAST_ROUNDS * shape.repeats and number % 2 == 0:
+            elif number >= comparison.least * shape.repeats and number % 2 == 0:
                 paired = _paired(*samples, comparison.seconds)
                 if paired.noise <= NOISE_SHARE * comparison.bar:
                     break

@@ -179,8 +179,8 @@ def kv(
         typer.Option(
             "--repeats",
             min=1,
-            help="Measured rounds of loading. Saving and idling are compared in 2 to 8 times as "
-            "many pairs, until the noise is small.",
+            help="Measured rounds of loading. Saving is compared in 2 to 8 times as many pairs of "
+            "runs, idling in 8 to 32 times, until the noise is small.",
         ),
     ] = 5,
     kv_dir: Annotated[
