@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import transformers
 
-from interlace.bench import experiments
+from interlace.bench import experiments, kv_experiments
 from interlace.bench.arms import Shape
 from interlace.bench.kv_session import run_kv_benchmark
 from interlace.bench.session import Prepared, Settings, prepare, run_benchmark
@@ -83,7 +83,12 @@ async def test_a_prompt_sent_twice_hits(alone: Prepared) -> None:
     assert report.rows[0].figures["cached tokens"].samples == (99, 99)
 
 
-async def test_kv_is_saved_and_loaded_by_real_engines(alone: Prepared, tmp_path: Path) -> None:
+async def test_kv_is_saved_and_loaded_by_real_engines(
+    alone: Prepared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("SAVING_BAR", "IDLE_BAR"):
+        monkeypatch.setattr(kv_experiments, name, 1e9)  # no pair more for the sake of noise
+    monkeypatch.setattr(kv_experiments, "IDLE_OUTPUT_TOKENS", 3)
     kept = tmp_path / "kv"
     await asyncio.to_thread(kept.mkdir)
     report = await run_kv_benchmark(alone, kept, (64, 1), MonotonicClock(), Silent())
