@@ -156,7 +156,7 @@ class WorkerLoads:
             return
         self._loaded_layers.add(layer_name)
         self._read_ahead(layer_name)
-        reading = self._readings.get(layer_name)
+        reading = self._readings.pop(layer_name, None)  # two layers in memory at most
         is_read = reading is not None and self._sync_reader.wait(reading)
         names = list(self._layers)
         following = names.index(layer_name) + 1
