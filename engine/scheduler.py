@@ -127,6 +127,7 @@ class Scheduler:
         self._recomputes = kv_load_failure_policy == "recompute"
         self._loaded: set[str] = set()  # ids of parked requests whose load has ended
         self._held: dict[str, _Held] = {}  # request id -> ended request whose blocks must stay
+        self._preempted: list[Request] = []  # since the last schedule()
         self._failed: list[Request] = []  # ended by schedule(), their callers not told yet
         self._some_deferred = False  # whether the connector asked to be asked again
         self._finished_req_ids: set[str] = set()  # since the last schedule()
@@ -270,6 +271,7 @@ class Scheduler:
             return None
         self._must_drain = self._some_deferred = False
         plan = StepPlan(self._last_step_id + 1, self.config.max_num_batched_tokens)
+        plan.preempted, self._preempted = self._preempted, []
         self._schedule_running(plan)
         if not plan.preempted and not self._must_drain:
             self._schedule_parked(plan)
@@ -277,7 +279,10 @@ class Scheduler:
         if plan.scheduled or plan.begins_loads:
             return self._commit(plan)
         has_news = self._finished_req_ids or plan.preempted or (poll and self.awaits_connector)
-        return self._commit(plan) if has_news and not self._inflight else None
+        if has_news and not self._inflight:
+            return self._commit(plan)
+        self._preempted = plan.preempted
+        return None
 
     def _schedule_running(self, plan: StepPlan) -> None:
         """Let running requests catch up, in order."""
@@ -336,13 +341,18 @@ class Scheduler:
             )
 
     def _promote(self, request: Request) -> bool:
-        """Take a load that has ended for done. False if it goes on, or brought nothing at all."""
+        """Take a load that has ended for done.
+
+        False if it goes on, or if nothing can be built on what it brought: the request queues
+        anew.
+        """
         if request.request_id not in self._loaded:
             return False
         self._loaded.remove(request.request_id)
         was_preempted = request.num_preemptions > 0
         request.status = RequestStatus.PREEMPTED if was_preempted else RequestStatus.WAITING
-        if request.num_computed_tokens == 0:
+        if request.num_computed_tokens == 0 or self._shares_what_it_lost(request):
+            request.num_computed_tokens = 0
             self.parked.remove(request)
             self.kv_cache.free(request, self._last_applied_step)
             self.waiting.add(request)
@@ -584,7 +594,8 @@ class Scheduler:
 
         Every request whose computed or loaded tokens lie in such a block, the one that loads it
         and all that share it, is set back to the last good token; under the policy `fail` it
-        ends. Its blocks from there on lose their hashes.
+        ends. Its blocks from there on lose their hashes. Nobody may compute into a block that
+        somebody else holds: of those that share one, all but the first are preempted.
         """
         self._count(num_invalid_blocks=len(invalid))
         computed = {
@@ -605,7 +616,18 @@ class Scheduler:
             if item.request.is_finished and item.request.request_id in step.tables:
                 table = step.tables[item.request.request_id]
                 self._withdraw_from_bad(table, item.num_computed_tokens, invalid)
-        return [] if self._recomputes else [self._fail_for_bad_kv(request) for request in hit]
+        if not self._recomputes:
+            return [self._fail_for_bad_kv(request) for request in hit]
+        for request in reversed(hit):
+            if request.status is RequestStatus.RUNNING and self._shares_what_it_lost(request):
+                self._preempt(request)
+                self._preempted.append(request)
+        return []
+
+    def _shares_what_it_lost(self, request: Request) -> bool:
+        """Whether others hold blocks that the request has yet to fill."""
+        first = request.num_computed_tokens // self.kv_cache.block_size
+        return any(block.ref_count > 1 for block in request.blocks[first:])
 
     def _withdraw_from_bad(
         self, blocks: Sequence[KVCacheBlock], num_tokens: int, invalid: frozenset[int]

@@ -67,7 +67,7 @@ class SchedulerOutput:
     finished_req_ids: frozenset[str]
     """Requests that ended since the step before; the runner forgets them. Delivered once."""
     preempted_req_ids: frozenset[str]
-    """Requests that lost their blocks in this `schedule()`."""
+    """Requests that lost their blocks since the step before, none of which is in this one."""
     sampling_req_ids: frozenset[str]
     """Requests whose last known token is computed in this step, so that one is sampled."""
     block_copies: tuple[BlockCopy, ...] = ()

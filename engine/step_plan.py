@@ -58,6 +58,7 @@ class StepPlan:
     """Tokens that may still be added."""
     scheduled: list[ScheduledRequest] = dataclasses.field(default_factory=list)
     preempted: list[Request] = dataclasses.field(default_factory=list)
+    """Since the step before."""
     begins_loads: bool = False
     """Whether asynchronous loads begin with this step."""
     zeroed_blocks: list[int] = dataclasses.field(default_factory=list)

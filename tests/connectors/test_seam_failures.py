@@ -97,7 +97,7 @@ def test_a_failed_step_gives_no_tokens_and_the_request_goes_on_running() -> None
     assert script.count("request_finished") == 3
 
 
-def test_b27_every_sharer_is_set_back_and_its_own_blocks_are_hidden() -> None:
+def test_b27_no_sharer_keeps_what_it_had_and_its_own_blocks_are_hidden() -> None:
     """Also the blocks that a sharer computed on the bad ground within the step."""
     prompt = prompt_of(17)
     script = Script(
@@ -113,10 +113,12 @@ def test_b27_every_sharer_is_set_back_and_its_own_blocks_are_hidden() -> None:
     launched(stepper)
     assert two.num_local_cached_tokens == 16
     assert stepper.apply() == []
-    assert (one.num_computed_tokens, two.num_computed_tokens) == (4, 4)
-    pool = stepper.scheduler.kv_cache.pool
-    assert pool.num_cached_blocks == 1
-    assert all(block.block_hash is None for block in two.blocks[1:])
+    assert (one.num_computed_tokens, two.num_computed_tokens) == (4, 0)
+    assert two.status is RequestStatus.PREEMPTED, "or both would compute into the same blocks"
+    assert stepper.scheduler.kv_cache.pool.num_cached_blocks == 1
+    plan = launched(stepper)
+    assert plan.preempted_req_ids == {"two"}
+    assert dict(plan.num_scheduled_tokens) == {"one": 13}
     stepper.run()
     assert_right(stepper, one, two)
     third = stepper.add([*prompt, *range(12)], request_id="three", max_tokens=2)

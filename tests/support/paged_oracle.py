@@ -78,6 +78,7 @@ class PagedOracleRunner:
         if not requests:
             reports = None if hooks is None else hooks.no_forward(scheduler_output)
             return ModelRunnerOutput(kv_connector_output=reports)
+        self._paint_begun_blocks(scheduler_output, requests)
         if hooks is None:
             return ModelRunnerOutput(self._sample(scheduler_output, requests))
         metadata = self._metadata(scheduler_output, requests)
@@ -114,6 +115,17 @@ class PagedOracleRunner:
             num_tokens = output.num_scheduled_tokens[request.req_id]
             assert num_tokens >= 1, "a step computes at least one token of a request"
             self._write(request, num_tokens)
+
+    def _paint_begun_blocks(
+        self, output: SchedulerOutput, requests: Sequence[RunnerRequest]
+    ) -> None:
+        """What the real runner zeroes: blocks that the step begins and does not fill."""
+        for request in requests:
+            start = request.num_computed_tokens
+            end = start + output.num_scheduled_tokens[request.req_id]
+            block, offset = divmod(end, self.block_size)
+            if offset and start <= end - offset:
+                self.pages[request.block_ids[block]] = PAINT
 
     def _sample(
         self, output: SchedulerOutput, requests: Sequence[RunnerRequest]
