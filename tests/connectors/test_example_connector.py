@@ -157,22 +157,17 @@ def test_with_two_steps_in_flight_a_block_is_saved_when_its_tokens_are_known(
         request = engine.request(range(7))
         engine.admit(request)
         engine.step({request: 7})
+        ahead = engine.plan({request: 1})  # fills the second block, with a token not known yet
+        assert not ahead.message.kv_connector_metadata.saves
+        engine.execute(ahead, {request.request_id: [*range(7), 50]})
         request.append_output(50)
-        # The step that computes token 50 and the one after it are planned before 51 is known.
-        first = engine.plan({request: 1})
-        engine.execute(first)
-        second = engine.plan({request: 1})
-        engine.apply(first)
-        engine.execute(second, {request.request_id: [*request.all_token_ids, 51]})
-        engine.apply(second)
-        assert not second.message.kv_connector_metadata.saves
+        engine.apply(ahead)
         request.append_output(51)
-        request.append_output(52)
-        engine.step({request: 1})
-        request.append_output(53)
-        assert engine.finish(request), "the first three blocks are not published yet"
+        (save,) = engine.step({request: 1}).message.kv_connector_metadata.saves
+        assert save.is_filled
+        assert save.block_hashes == (request.block_hashes[1],)
+        assert engine.finish(request), "nobody has allowed the second block yet"
         engine.settle()
-        engine.close()
     with ExampleEngine(example_config(tmp_path)) as engine:
         assert engine.run([*range(7), 50, 51, 52]) == 8
 
