@@ -21,9 +21,10 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections import deque
-from collections.abc import Iterable, Sequence
-from typing import Literal, NamedTuple
+from collections.abc import Iterable
+from typing import Literal
 
+from interlace.engine.bad_kv import set_back
 from interlace.engine.block_pool import KVCacheBlock
 from interlace.engine.config import CacheConfig, SchedulerConfig
 from interlace.engine.connector_calls import ConnectorCalls, Match
@@ -43,7 +44,9 @@ from interlace.engine.ports import Clock, SchedulerConnector
 from interlace.engine.request import Request, RequestStatus
 from interlace.engine.request_queue import RequestQueue
 from interlace.engine.scheduler_output import SchedulerOutput
+from interlace.engine.scheduler_stats import SchedulerStats
 from interlace.engine.step_plan import ScheduledRequest, StepPlan, build_output
+from interlace.engine.transfer_ledger import TransferLedger
 
 logger = logging.getLogger(__name__)
 
@@ -58,39 +61,6 @@ class RequestUpdate:
     request: Request
     new_token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...] | None
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class SchedulerStats:
-    """Running totals since the engine started."""
-
-    num_steps: int = 0
-    num_prompt_tokens: int = 0
-    """Of requests scheduled for the first time."""
-    num_local_cached_tokens: int = 0
-    num_generated_tokens: int = 0
-    num_external_cached_tokens: int = 0
-    """Loaded, of prompts scheduled for the first time."""
-    num_preemptions: int = 0
-    num_finished_requests: int = 0
-    num_connector_queried_tokens: int = 0
-    """That the KV connector was asked for, counted when the blocks were allocated."""
-    num_connector_hit_tokens: int = 0
-    """That it promised then."""
-    num_invalid_blocks: int = 0
-    """Promised and not brought."""
-    num_stray_reports: int = 0
-    """Ids reported by the connector that nobody waited for: late, repeated or wrong."""
-
-
-class _Held(NamedTuple):
-    """An ended request whose blocks stay until the connector reports."""
-
-    request: Request
-    is_loading: bool
-    """A load has not ended: a report of receiving releases it."""
-    stays: bool
-    """The connector asked for it: a report of sending releases it."""
 
 
 class Scheduler:
@@ -125,8 +95,7 @@ class Scheduler:
         self._events = events
         self._connector = None if connector is None else ConnectorCalls(connector, clock)
         self._recomputes = kv_load_failure_policy == "recompute"
-        self._loaded: set[str] = set()  # ids of parked requests whose load has ended
-        self._held: dict[str, _Held] = {}  # request id -> ended request whose blocks must stay
+        self._transfers = TransferLedger()
         self._preempted: list[Request] = []  # since the last schedule()
         self._failed: list[Request] = []  # ended by schedule(), their callers not told yet
         self._some_deferred = False  # whether the connector asked to be asked again
@@ -156,7 +125,7 @@ class Scheduler:
 
     def knows(self, request_id: str) -> bool:
         """Whether the id is in use: by an unfinished request, or by one whose blocks must stay."""
-        return request_id in self.requests or request_id in self._held
+        return request_id in self.requests or request_id in self._transfers
 
     def finish_request(
         self,
@@ -175,9 +144,9 @@ class Scheduler:
             return
         assert status.is_finished
         was_loading = request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
-        still_loading = was_loading and request.request_id not in self._loaded
+        is_loading = self._transfers.is_loading(request)
+        self._transfers.forget_load(request)
         self._queue_of(request).remove(request)
-        self._loaded.discard(request.request_id)
         request.status = status
         request.stop_reason = stop_reason
         request.error = error
@@ -186,8 +155,8 @@ class Scheduler:
             request.num_computed_tokens = 0  # nobody has checked what arrived
         del self.requests[request.request_id]
         self._finished_req_ids.add(request.request_id)
-        if stays or still_loading:
-            self._held[request.request_id] = _Held(request, still_loading, stays)
+        if stays or is_loading:
+            self._transfers.hold(request, is_loading=is_loading, stays=stays)
         else:
             self.kv_cache.free(request, self._last_applied_step)
         self._count(num_finished_requests=1)
@@ -246,13 +215,13 @@ class Scheduler:
     @property
     def num_held_requests(self) -> int:
         """Ended requests whose blocks stay until the connector reports."""
-        return len(self._held)
+        return len(self._transfers)
 
     @property
     def awaits_connector(self) -> bool:
         """Whether an empty step may bring news: of a load, a held request, or a match query."""
         return (
-            bool(self._held)
+            len(self._transfers) > 0
             or self._some_deferred
             or any(r.status is RequestStatus.WAITING_FOR_REMOTE_KVS for r in self.parked)
         )
@@ -346,9 +315,9 @@ class Scheduler:
         False if it goes on, or if nothing can be built on what it brought: the request queues
         anew.
         """
-        if request.request_id not in self._loaded:
+        if self._transfers.is_loading(request):
             return False
-        self._loaded.remove(request.request_id)
+        self._transfers.forget_load(request)
         was_preempted = request.num_preemptions > 0
         request.status = RequestStatus.PREEMPTED if was_preempted else RequestStatus.WAITING
         if request.num_computed_tokens == 0 or self._shares_what_it_lost(request):
@@ -375,9 +344,9 @@ class Scheduler:
             hit = self.kv_cache.find_longest_hit(request, num_reserved)
             if not self.kv_cache.can_admit(request, hit, num_reserved):
                 # A stall would need a head that no empty pool can hold; admission refuses those.
-                assert len(self.running) or len(self.parked) or self._inflight or self._held, (
-                    f"{request!r} can never be scheduled"
-                )
+                assert (
+                    len(self.running) or len(self.parked) or self._inflight or len(self._transfers)
+                ), f"{request!r} can never be scheduled"
                 return
             try:
                 match = self._match(request, hit)
@@ -598,24 +567,8 @@ class Scheduler:
         somebody else holds: of those that share one, all but the first are preempted.
         """
         self._count(num_invalid_blocks=len(invalid))
-        computed = {
-            item.request.request_id: item.num_computed_tokens
-            for plan in (*reversed(self._inflight), step)
-            for item in plan.scheduled
-            if not item.is_void
-        }
-        hit: list[Request] = []
-        for request in (*self.parked, *self.running):
-            num_tokens = computed.get(request.request_id, request.num_computed_tokens)
-            num_good = self._withdraw_from_bad(request.blocks, num_tokens, invalid)
-            if num_good is not None:
-                request.num_failed_loads += 1
-                request.set_back(num_good)
-                hit.append(request)
-        for item in step.scheduled:
-            if item.request.is_finished and item.request.request_id in step.tables:
-                table = step.tables[item.request.request_id]
-                self._withdraw_from_bad(table, item.num_computed_tokens, invalid)
+        holders = (*self.parked, *self.running)
+        hit = set_back(step, self._inflight, holders, invalid, self.kv_cache)
         if not self._recomputes:
             return [self._fail_for_bad_kv(request) for request in hit]
         for request in reversed(hit):
@@ -629,20 +582,6 @@ class Scheduler:
         first = request.num_computed_tokens // self.kv_cache.block_size
         return any(block.ref_count > 1 for block in request.blocks[first:])
 
-    def _withdraw_from_bad(
-        self, blocks: Sequence[KVCacheBlock], num_tokens: int, invalid: frozenset[int]
-    ) -> int | None:
-        """Hide a request's blocks from the first bad one on; returns the tokens before it.
-
-        Looks at the blocks of the first `num_tokens` tokens. None: they are all good.
-        """
-        size = self.kv_cache.block_size
-        for index, block in enumerate(blocks[: -(-num_tokens // size)]):
-            if block.block_id in invalid:
-                self.kv_cache.withdraw(blocks[index:])
-                return index * size
-        return None
-
     def _fail_for_bad_kv(self, request: Request) -> RequestUpdate:
         error = (
             f"KV from position {request.num_computed_tokens} on could not be loaded; "
@@ -655,45 +594,17 @@ class Scheduler:
         """Follow what the connector's worker side reports: loads and reads that have ended."""
         assert self._connector is not None
         self._connector.report(reports)
-        num_strays = 0
-        for request_id in reports.finished_recving or ():
-            num_strays += not self._end_load(request_id, step_id)
-        for request_id in reports.finished_sending or ():
-            held = self._held.get(request_id)
-            is_stray = held is None or not held.stays
-            num_strays += is_stray
-            if not is_stray:
-                self._release(request_id)
-        if num_strays:
-            if not self.stats.num_stray_reports:
-                logger.warning(
-                    "%s reported ids that nobody waits for; such reports are counted and ignored",
-                    self._connector.name,
-                )
-            self._count(num_stray_reports=num_strays)
-
-    def _end_load(self, request_id: str, step_id: int) -> bool:
-        """Step `step_id` reported the end of a load. False if nobody waits for it.
-
-        A report of a step before the one that began the load is about an earlier load.
-        """
-        request = self.requests.get(request_id)
-        if request is None:
-            held = self._held.get(request_id)
-            if held is None or not held.is_loading or step_id < held.request.load_step_id:
-                return False
-            self._release(request_id)
-            return True
-        is_loading = request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
-        if not is_loading or request_id in self._loaded or step_id < request.load_step_id:
-            return False
-        self._loaded.add(request_id)
-        return True
-
-    def _release(self, request_id: str) -> None:
-        """Free what an ended request still holds."""
-        held = self._held.pop(request_id)
-        self.kv_cache.free(held.request, self._last_applied_step)
+        released, num_strays = self._transfers.apply(
+            reports.finished_recving or (), reports.finished_sending or (), self.requests, step_id
+        )
+        for request in released:
+            self.kv_cache.free(request, self._last_applied_step)
+        if num_strays and not self.stats.num_stray_reports:
+            logger.warning(
+                "%s reported ids that nobody waits for; such reports are counted and ignored",
+                self._connector.name,
+            )
+        self._count(num_stray_reports=num_strays)
 
     def _append_tokens(
         self,

@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 
 from interlace.engine.request import Request
-from interlace.engine.scheduler import Scheduler, SchedulerStats
+from interlace.engine.scheduler import Scheduler
+from interlace.engine.scheduler_stats import SchedulerStats
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -151,7 +151,7 @@ class Stepper:
         assert not scheduler.requests
         assert len(scheduler.waiting) == len(scheduler.running) == len(scheduler.parked) == 0
         assert scheduler.num_held_requests == 0
-        assert not scheduler._loaded
+        assert scheduler._transfers.num_ended_loads == 0
         assert not self.inflight
         assert scheduler.num_inflight_steps == 0
         assert pool.num_free_blocks == pool.num_usable_blocks
