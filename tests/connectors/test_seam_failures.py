@@ -54,7 +54,7 @@ def assert_right(stepper: Stepper, *requests: Request) -> None:
 def test_b21_block_k_of_n_fails_for_every_k(
     depth: int, kind: type[Sync] | type[Async], budget: int, bad: int
 ) -> None:
-    """Two requests share the prefix; the second one is admitted in the step that loads it."""
+    """I16. Two requests share the prefix; the second is admitted in the step that loads it."""
     prompt = prompt_of(25)
     script = Script(
         rules={
@@ -98,7 +98,7 @@ def test_a_failed_step_gives_no_tokens_and_the_request_goes_on_running() -> None
 
 
 def test_b27_no_sharer_keeps_what_it_had_and_its_own_blocks_are_hidden() -> None:
-    """Also the blocks that a sharer computed on the bad ground within the step."""
+    """I16, I2: also the blocks that a sharer computed on the bad ground within the step."""
     prompt = prompt_of(17)
     script = Script(
         rules={

@@ -80,6 +80,7 @@ def test_b53_each_layer_waits_and_saves_once_in_each_forward(depth: int) -> None
 
 @both_depths
 def test_finished_ids_are_delivered_exactly_once(depth: int) -> None:
+    """I18"""
     script = Script(default=NOTHING)
     stepper, _ = connected_stepper(script, depth=depth)
     requests = [stepper.add([i] * 5, max_tokens=2 + i) for i in range(4)]

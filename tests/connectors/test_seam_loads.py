@@ -382,7 +382,7 @@ def test_no_room_to_receive_into_means_no_transfer() -> None:
 
 @both_depths
 def test_b29_two_loads_that_together_need_more_than_the_pool(depth: int) -> None:
-    """A load is begun only if the whole prompt will fit beside what others are promised."""
+    """I17: a load is begun only if the whole prompt will fit beside what others are promised."""
     script = Script(default=Rule(answers=(Async(24),), load_delay=2))
     prompts = [[9, *prompt_of(35)], [8, *prompt_of(35)]]
     for prompt in prompts:
@@ -397,6 +397,7 @@ def test_b29_two_loads_that_together_need_more_than_the_pool(depth: int) -> None
 
 @both_depths
 def test_b30_who_holds_blocks_is_not_stuck_behind_who_holds_none(depth: int) -> None:
+    """I17"""
     prompt = prompt_of(33)
     script = Script(
         rules={
@@ -445,7 +446,7 @@ def test_nothing_is_planned_while_a_step_that_loads_is_in_flight() -> None:
     loading = launched(stepper)
     assert loading.loading_block_ids == {block.block_id for block in one.blocks[:4]}
     stepper.apply()
-    assert stepper.launch() is None
+    assert stepper.launch() is None  # I15
     stepper.apply()
     assert stepper.launch() is not None
     stepper.run()
