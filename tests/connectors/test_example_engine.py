@@ -24,12 +24,6 @@ NUM_TOKENS = 9
 modes = pytest.mark.parametrize(
     ("load_async", "depth"), [(False, 1), (False, 2), (True, 1), (True, 2)]
 )
-ZEROED = (
-    "the runner zeroes a block that a request set back begins again, though another that shares it"
-    " has filled it meanwhile"
-)
-sharers_are_zeroed = pytest.mark.xfail(reason=ZEROED)
-sharers_may_be_zeroed = pytest.mark.xfail(reason=ZEROED, strict=False)  # depends on timing
 
 
 @asynccontextmanager
@@ -105,15 +99,7 @@ async def test_the_next_day_a_conversation_starts_from_files(
     assert second.usage.num_external_cached_tokens == 40, "the answer's blocks too"
 
 
-@pytest.mark.parametrize(
-    ("load_async", "depth"),
-    [
-        pytest.param(False, 1, marks=sharers_may_be_zeroed),
-        pytest.param(False, 2, marks=sharers_may_be_zeroed),
-        pytest.param(True, 1, marks=sharers_may_be_zeroed),
-        pytest.param(True, 2, marks=sharers_may_be_zeroed),
-    ],
-)
+@modes
 async def test_b01_to_b66_random_traffic_over_random_damage(
     tmp_path: Path, load_async: bool, depth: int
 ) -> None:
@@ -135,15 +121,7 @@ async def test_b01_to_b66_random_traffic_over_random_damage(
         await asyncio.to_thread(damage_some, tmp_path, source)
 
 
-@pytest.mark.parametrize(
-    ("load_async", "depth"),
-    [
-        pytest.param(False, 1, marks=sharers_are_zeroed),
-        pytest.param(False, 2, marks=sharers_are_zeroed),
-        (True, 1),
-        (True, 2),
-    ],
-)
+@modes
 async def test_b21_b27_sharers_of_bad_blocks_answer_right(
     tmp_path: Path, load_async: bool, depth: int
 ) -> None:
