@@ -48,15 +48,17 @@ class KVTransferConfig(Options):
     enable_permute_local_kv: bool = False
 
     def __post_init__(self) -> None:
+        for name in ("kv_connector", "kv_connector_module_path"):
+            value = getattr(self, name)
+            self.require(
+                value is None or (isinstance(value, str) and value.strip() != ""),
+                f"{name} must be a name, not {value!r}; leave it out for none.",
+            )
         self.require_choice("kv_role", (None, "kv_producer", "kv_consumer", "kv_both"))
         self.require_choice("kv_load_failure_policy", ("fail", "recompute"))
         self.require(
             self.kv_connector is None or self.kv_role is not None,
             "kv_connector needs a kv_role: kv_producer, kv_consumer or kv_both.",
-        )
-        self.require(
-            self.kv_connector_module_path != "",
-            "kv_connector_module_path must name a module; leave it out for a registered connector.",
         )
         self.require(
             isinstance(self.kv_connector_extra_config, Mapping),

@@ -21,7 +21,7 @@ class Options:
 
     error: ClassVar[type[InterlaceError]] = ConfigError
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+    def __new__(cls, /, *args: Any, **kwargs: Any) -> Self:
         """Refuse unknown keywords before the dataclass sees them.
 
         Raises: `cls.error`, naming the nearest known field.

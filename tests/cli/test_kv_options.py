@@ -124,7 +124,8 @@ def test_a_folder_without_a_name_is_refused(text: str) -> None:
         ('{"kv_connector": "C", "kv_rol": "kv_both"}', "Did you mean 'kv_role'"),
         ('{"kv_connector": "C", "kv_role": "kv_both", "cls": 1}', "cls"),
         ('{"kv_connector": "C", "kv_connector_extra_config": []}', "must be a JSON object"),
-        ('{"kv_connector": "C", "kv_connector_module_path": 1}', "must name a module"),
+        ('{"kv_connector": "C", "kv_connector_module_path": 1}', "must be a name, not 1"),
+        ('{"kv_connector": "C", "kv_role": "kv_both", "self": 1}', "no field 'self'"),
         ('{"kv_connector": "C", "kv_connector_module_path": "", "kv_role": "kv_both"}', "module"),
     ],
 )

@@ -67,6 +67,10 @@ def test_roles(role: KVRole, produces: bool, consumes: bool) -> None:
     ("fields", "message"),
     [
         ({"kv_connector": "X"}, "needs a kv_role"),
+        ({"kv_connector": ""}, "kv_connector must be a name"),
+        ({"kv_connector": 5}, "kv_connector must be a name"),
+        ({"kv_connector_module_path": ""}, "kv_connector_module_path must be a name"),
+        ({"kv_connector_extra_config": []}, "must be a mapping"),
         ({"kv_role": "both"}, "kv_role must be one of"),
         ({"kv_load_failure_policy": "retry"}, "kv_load_failure_policy must be one of"),
         ({"kv_conector": "X"}, "Did you mean 'kv_connector'"),

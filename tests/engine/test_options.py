@@ -32,6 +32,12 @@ def test_a_misspelt_field_gets_the_nearest_name() -> None:
         Toy(widht=3)  # type: ignore[call-arg]
 
 
+@pytest.mark.parametrize("name", ["cls", "self", "args"])
+def test_a_field_named_like_an_argument_of_our_own_is_refused_like_any_other(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"no field '{name}'"):
+        Toy(**{name: 1})  # type: ignore[arg-type]
+
+
 def test_a_foreign_field_gets_the_list_of_known_ones() -> None:
     with pytest.raises(ConfigError, match="Known: width, height, colour"):
         Toy(zzz=3)  # type: ignore[call-arg]
