@@ -162,6 +162,11 @@ class ExampleConnector(KVConnectorBase_V1):
         """Nothing to wait for: pages are copied before `wait_for_save` returns, and loads into
         them end within a step, or before their request is reported as received."""
 
+    def has_connector_metadata(self) -> bool:
+        """Whether layers of this step have something to wait for or to copy: the engine leaves
+        the layer hooks out where they have not."""
+        return super().has_connector_metadata() and self._worker.has_layer_work
+
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         """Begin to read, and copy what earlier steps filled."""
         self._worker.start(self._metadata)

@@ -150,6 +150,11 @@ class WorkerLoads:
 
         self._readings[layer_name] = self._sync_reader.ask(read)
 
+    @property
+    def has_layer_work(self) -> bool:
+        """Whether this step loads anything."""
+        return bool(self._pieces)
+
     def wait_for_layer(self, layer_name: str) -> None:
         """Fill the layer's pages. Reads the next layer meanwhile; a hang fails all pieces."""
         if not self._pieces or layer_name in self._loaded_layers:

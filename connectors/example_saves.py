@@ -73,6 +73,11 @@ class WorkerSaves:
         rows = memory[: self._num_bytes(save)].reshape(shape)
         return _Copy(save, memory, rows, set(self._layers))
 
+    @property
+    def has_layer_work(self) -> bool:
+        """Whether blocks that this step fills are to be copied."""
+        return bool(self._copies)
+
     def copy_layer(self, layer_name: str) -> None:
         """Copy one layer of what this step fills, after the layer was written."""
         for copy in self._copies:

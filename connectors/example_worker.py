@@ -54,6 +54,11 @@ class ExampleWorker:
         self.loads.start(metadata.loads)
         self._saves.start(metadata)
 
+    @property
+    def has_layer_work(self) -> bool:
+        """Whether this step loads or copies layer by layer."""
+        return self.loads.has_layer_work or self._saves.has_layer_work
+
     def copy_layer(self, layer_name: str) -> None:
         """The layer's new KV has been written."""
         self._saves.copy_layer(layer_name)
@@ -65,13 +70,11 @@ class ExampleWorker:
     def report(self) -> ExampleWorkerMetadata | None:
         """What the scheduler side is to know of this step; None if there is nothing."""
         self._saves.finish_step()
-        report = ExampleWorkerMetadata(
-            copied=self._saves.take_copied(),
-            ended=self._saves.take_ended(),
-            lost=self.loads.take_lost(),
-            num_loaded=self.loads.take_num_loaded(),
-        )
-        return report if report != ExampleWorkerMetadata() else None
+        copied, ended = self._saves.take_copied(), self._saves.take_ended()
+        lost, num_loaded = self.loads.take_lost(), self.loads.take_num_loaded()
+        if not (copied or ended or lost or num_loaded):
+            return None
+        return ExampleWorkerMetadata(copied, ended, lost, num_loaded)
 
     def close(self) -> None:
         """Write what was allowed, for some seconds; may be repeated."""

@@ -7,7 +7,8 @@ thread; an instance belongs to one step.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -64,11 +65,25 @@ class TritonAttentionMetadata:
         )
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
 class ForwardContext:
     """The first argument of `start_load_kv`."""
 
-    no_compile_layers: Mapping[str, AttentionLayer]
-    """Layer name -> layer, in order of depth."""
-    attn_metadata: Mapping[str, TritonAttentionMetadata] | None
-    """Layer name -> the step's metadata; None in a step without tokens."""
+    def __init__(
+        self,
+        layers: Mapping[str, AttentionLayer],
+        make_metadata: Callable[[], TritonAttentionMetadata] | None,
+    ) -> None:
+        """`make_metadata` is None in a step without tokens."""
+        self.no_compile_layers = layers
+        """Layer name -> layer, in order of depth."""
+        self._make_metadata = make_metadata
+
+    @functools.cached_property
+    def attn_metadata(self) -> Mapping[str, TritonAttentionMetadata] | None:
+        """Layer name -> the step's metadata; None in a step without tokens.
+
+        Made when somebody asks: most connectors do not in most steps.
+        """
+        if self._make_metadata is None:
+            return None
+        return dict.fromkeys(self.no_compile_layers, self._make_metadata())

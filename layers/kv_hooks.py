@@ -40,7 +40,7 @@ class KVHooks:
         """
         self._connector = connector
         self._layers = {name: AttentionLayer(name, pages) for name, pages in layers.items()}
-        self._names = tuple(layers)
+        self._context = ForwardContext(self._layers, None)  # of the step
         self._failed_blocks: frozenset[int] = frozenset()
         self._call(connector.register_kv_caches, dict(layers))
 
@@ -57,21 +57,24 @@ class KVHooks:
         self._call(self._connector.handle_preemptions, output.kv_connector_metadata)
 
     def pre_forward(
-        self, output: SchedulerOutput, metadata: TritonAttentionMetadata | None
+        self,
+        output: SchedulerOutput,
+        make_metadata: Callable[[], TritonAttentionMetadata] | None,
     ) -> None:
-        """Bind the step's metadata and let its loads begin; `metadata` is None without tokens.
+        """Bind the step's metadata and let its loads begin.
+
+        `make_metadata` makes the attention metadata; None in a step without tokens.
 
         Raises: `ConnectorError`. If only this step's own loads are at stake, an exception makes
         their blocks invalid, and is logged.
         """
         self._failed_blocks = frozenset()
         self._call(self._connector.bind_connector_metadata, output.kv_connector_metadata)
-        by_layer = None if metadata is None else dict.fromkeys(self._names, metadata)
-        context = ForwardContext(self._layers, by_layer)
+        self._context = ForwardContext(self._layers, make_metadata)
         if output.loading_block_ids and not output.begins_async_loads:
-            self._load(output, self._connector.start_load_kv, context)
+            self._load(output, self._connector.start_load_kv, self._context)
         else:
-            self._call(self._connector.start_load_kv, context)
+            self._call(self._connector.start_load_kv, self._context)
 
     def _load(self, output: SchedulerOutput, hook: Callable[..., None], *args: object) -> None:
         """Call a hook of in-step loading: if it raises, the blocks to be loaded are invalid."""
@@ -114,24 +117,24 @@ class KVHooks:
         self.pre_forward(output, None)
         return self.collect(output)
 
-    def maybe_transfer_kv_layer(
-        self, attend: Attend, output: SchedulerOutput, metadata: TritonAttentionMetadata
-    ) -> Attend:
+    def maybe_transfer_kv_layer(self, attend: Attend, output: SchedulerOutput) -> Attend:
         """`attend` with the layer hooks around it: wait before the KV write, save afterwards.
 
-        Without bound metadata the hooks are left out, as the protocol has it. Where this step
-        loads, an exception of `wait_for_layer_load` makes its blocks invalid; all others are
-        fatal: `ConnectorError`.
+        A connector that says it has no metadata is left alone, as the protocol has it. Where this
+        step loads, an exception of `wait_for_layer_load` makes its blocks invalid; all others
+        are fatal: `ConnectorError`.
         """
         connector = self._connector
         if not connector.has_connector_metadata():
             return attend
-        layers = [(name, self._layers[name].kv_cache) for name in self._names]
+        by_layer = self._context.attn_metadata
+        assert by_layer is not None, "layers run in steps with tokens"
+        layers = [(n, layer.kv_cache, by_layer[n]) for n, layer in self._layers.items()]
 
         def attend_and_transfer(
             layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
         ) -> torch.Tensor:
-            name, pages = layers[layer]
+            name, pages, metadata = layers[layer]
             if not output.loading_block_ids:
                 self._call(connector.wait_for_layer_load, name)
             elif not self._failed_blocks:

@@ -6,6 +6,7 @@ Lives on the device thread. Knows no connector by name, no text and no queue.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterable, Sequence
 
 import numpy as np
@@ -113,9 +114,11 @@ class ModelRunner:
         paged = PagedAttention(self.pages, chunks, self.decoder.architecture.num_heads)
         attend: Attend = paged
         if self._hooks is not None:
-            metadata = TritonAttentionMetadata.of(chunks, paged.slots, self.pages.block_size)
-            self._hooks.pre_forward(output, metadata)
-            attend = self._hooks.maybe_transfer_kv_layer(paged, output, metadata)
+            make_metadata = functools.partial(
+                TritonAttentionMetadata.of, chunks, paged.slots, self.pages.block_size
+            )
+            self._hooks.pre_forward(output, make_metadata)
+            attend = self._hooks.maybe_transfer_kv_layer(paged, output)
         hidden = self.decoder.forward(
             torch.from_numpy(token_ids), torch.from_numpy(positions), attend, rows
         )

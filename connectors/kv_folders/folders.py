@@ -61,7 +61,8 @@ class KVFolders:
     def __init__(self, root: Path, identity: KVIdentity) -> None:
         """Touches nothing yet."""
         self.identity = identity
-        self.base = root / identity.model[:16]
+        # The version too: what a newer Interlace wrote is not damaged, and stays.
+        self.base = root / f"{identity.model[:16]}-v{manifests.VERSION}"
         self.tmp = self.base / "tmp"
 
     def prepare(self) -> None:

@@ -16,6 +16,7 @@ from safetensors import safe_open
 from interlace.connectors.kv_folders.folders import KVFolders
 from interlace.connectors.kv_folders.identity import KVIdentity
 from interlace.engine.request import RequestStatus
+from interlace.layers.forward_context import ForwardContext
 
 
 @pytest.mark.parametrize("load_async", [False, True])
@@ -233,6 +234,30 @@ def test_b48_hooks_may_come_twice_or_not_at_all(tmp_path: Path) -> None:
         assert report.copied == tuple(save.save_id for save in metadata.saves)
         assert worker.build_connector_worker_meta() is None
         worker.clear_connector_metadata()
+
+
+def test_layers_are_left_alone_where_there_is_nothing_to_wait_for_or_to_copy(
+    tmp_path: Path,
+) -> None:
+    with ExampleEngine(example_config(tmp_path)) as engine:
+        request = engine.request(range(2 * BLOCK_SIZE))
+        engine.admit(request)
+        for num_tokens, has_work in ((BLOCK_SIZE - 1, False), (1, True), (1, False)):
+            step = engine.plan({request: num_tokens})
+            engine.worker.bind_connector_metadata(step.message.kv_connector_metadata)
+            engine.worker.start_load_kv(ForwardContext({}, None))
+            assert engine.worker.has_connector_metadata() == has_work
+            engine.execute(step)
+            assert not engine.worker.has_connector_metadata()
+            engine.apply(step)
+        engine.finish(request)
+        engine.settle()
+        again = engine.request(range(2 * BLOCK_SIZE))
+        assert engine.admit(again) == BLOCK_SIZE
+        step = engine.plan({again: 1})
+        engine.worker.bind_connector_metadata(step.message.kv_connector_metadata)
+        engine.worker.start_load_kv(ForwardContext({}, None))
+        assert engine.worker.has_connector_metadata(), "it loads"
 
 
 def test_two_engines_see_each_other(tmp_path: Path) -> None:

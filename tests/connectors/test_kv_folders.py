@@ -18,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file
 
+from interlace.connectors.kv_folders import manifest
 from interlace.connectors.kv_folders.counters import Tally
 from interlace.connectors.kv_folders.folders import KVFolders, Run, Signature
 from interlace.connectors.kv_folders.identity import KVIdentity
@@ -415,3 +416,17 @@ def test_staging_memory_is_used_again() -> None:
     for memory in (one, two, small, np.empty(1000, dtype=np.uint8)):
         pool.give_back(memory)
     assert {id(pool.take(500)), id(pool.take(500))} == {id(one), id(two)}
+
+
+def test_what_another_version_wrote_lies_elsewhere_and_stays(
+    store: KVFolders, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(manifest, "VERSION", 2)
+    newer = KVFolders(store.base.parent, IDENTITY)
+    newer.prepare()
+    folder, _ = newer.publish(*newer.write(a_run(1, 2)))
+    monkeypatch.undo()
+    index = an_index(store)
+    index.refresh()
+    assert block_hash(1) not in index
+    assert folder.exists()

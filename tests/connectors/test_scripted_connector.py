@@ -44,6 +44,11 @@ def right_kv(tokens: Sequence[int], layer: int) -> torch.Tensor:
     return torch.tensor(tokens, dtype=torch.float32) + layer / 2
 
 
+def no_metadata() -> Any:
+    """Of attention: the connector does not look at it."""
+    return None
+
+
 @dataclasses.dataclass
 class Row:
     """One request's share of a step."""
@@ -135,8 +140,7 @@ class Engine:
         worker = self.worker
         worker.handle_preemptions(output.kv_connector_metadata)
         worker.bind_connector_metadata(output.kv_connector_metadata)
-        metadata: Any = {} if rows else None
-        worker.start_load_kv(ForwardContext({}, metadata))
+        worker.start_load_kv(ForwardContext({}, no_metadata if rows else None))
         for layer, name in enumerate(LAYERS if rows else ()):
             worker.wait_for_layer_load(name)
             for row in rows:
@@ -333,7 +337,7 @@ def test_a_synchronous_load_fills_layer_by_layer(dtype: Any) -> None:
     row = Row(request, TABLE, 12, 2)
     plan = engine.plan(row)
     engine.worker.bind_connector_metadata(plan.kv_connector_metadata)
-    engine.worker.start_load_kv(ForwardContext({}, {}))
+    engine.worker.start_load_kv(ForwardContext({}, no_metadata))
     assert engine.kv(0, TABLE[0]) == [-7] * BLOCK
     engine.worker.wait_for_layer_load("layer0")
     assert engine.kv(0, TABLE[0]) == PROMPT[:4]

@@ -257,7 +257,7 @@ class ExampleEngine:
         worker.handle_preemptions(metadata)
         worker.bind_connector_metadata(metadata)
         has_tokens = step.message.total_num_scheduled_tokens > 0
-        context = ForwardContext({}, cast("Any", {}) if has_tokens else None)
+        context = ForwardContext({}, (lambda: cast("Any", None)) if has_tokens else None)
         worker.start_load_kv(context)
         if has_tokens:
             for layer, name in enumerate(LAYERS):

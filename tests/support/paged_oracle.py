@@ -81,15 +81,14 @@ class PagedOracleRunner:
         self._paint_begun_blocks(scheduler_output, requests)
         if hooks is None:
             return ModelRunnerOutput(self._sample(scheduler_output, requests))
-        metadata = self._metadata(scheduler_output, requests)
-        hooks.pre_forward(scheduler_output, metadata)
+        hooks.pre_forward(scheduler_output, lambda: self._metadata(scheduler_output, requests))
         nothing = torch.empty(0)
 
         def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
             self._forward(scheduler_output, requests)
             return nothing
 
-        hooked = hooks.maybe_transfer_kv_layer(attend, scheduler_output, metadata)
+        hooked = hooks.maybe_transfer_kv_layer(attend, scheduler_output)
         hooked(0, nothing, nothing, nothing)
         hooks.post_forward()
         sampled = self._sample(scheduler_output, requests)
