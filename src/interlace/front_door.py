@@ -235,7 +235,7 @@ def _make_parts(
     with contextlib.ExitStack() as undo:
         scheduler_side = worker_side = None
         if _wants_connector(config):
-            scheduler_side, worker_side = _connect(resolved, pages, connectors, undo)
+            worker_side, scheduler_side = _connect(resolved, pages, connectors, undo)
         runner = ModelRunner(loaded.decoder, pages, loaded.eos_token_ids, worker_side)
         undo.pop_all()
     return _Parts(resolved, model_config, runner, scheduler_side)
@@ -247,12 +247,15 @@ def _connect(
     connectors: KVConnectorFactory | None,
     undo: contextlib.ExitStack,
 ) -> tuple[KVConnectorBase_V1, KVConnectorBase_V1]:
-    """Both sides of the connector; `undo` ends those that exist if something fails later."""
+    """Worker and scheduler side of the connector, in vLLM's order of making them.
+
+    `undo` ends those that exist if something fails later.
+    """
     from interlace.engine.kv_connector import KVConnectorRole
 
     factory = _factory(connectors)
     sides = []
-    for role in (KVConnectorRole.SCHEDULER, KVConnectorRole.WORKER):
+    for role in (KVConnectorRole.WORKER, KVConnectorRole.SCHEDULER):
         side = factory.create_connector(config, role, pages.describe())
         undo.callback(side.shutdown)
         sides.append(side)
