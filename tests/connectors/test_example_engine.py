@@ -186,3 +186,27 @@ async def test_an_engine_that_closes_at_once_keeps_what_its_answer_was_made_of(
         await ask(engine, prompt)
     async with an_engine(tmp_path) as engine:
         assert (await ask(engine, prompt)).usage.num_external_cached_tokens == 28
+
+
+@modes
+async def test_b06_sessions_that_come_back_from_the_disk_get_their_own_kv(
+    tmp_path: Path, load_async: bool, depth: int
+) -> None:
+    """Eight conversations, driven off the device by other traffic, all come back at once."""
+    sessions = [[*a_prompt(50, 12), *a_prompt(51 + i, 9)] for i in range(8)]
+    turns = [
+        [*turn, *plain_answer(MODEL, turn, NUM_TOKENS), *a_prompt(80 + i, 3)]
+        for i, turn in enumerate(sessions)
+    ]
+    right = [plain_answer(MODEL, turn, NUM_TOKENS) for turn in turns]
+    async with an_engine(tmp_path, load_async=load_async, depth=depth, num_blocks=30) as engine:
+        for turn in sessions:
+            await ask(engine, turn)
+        for seed in range(4):
+            await ask(engine, a_prompt(200 + seed, 60))
+        await settled(engine)
+        before = engine.snapshot().stats.num_external_cached_tokens
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(ask(engine, turn)) for turn in turns]
+        assert [list(task.result().token_ids) for task in tasks] == right
+        assert engine.snapshot().stats.num_external_cached_tokens > before

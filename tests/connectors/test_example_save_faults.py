@@ -70,6 +70,32 @@ def test_b01_b04_a_preempted_request_saves_its_own_kv(tmp_path: Path, gate: Gate
         assert engine.run(range(100, 109)) == 8
 
 
+@pytest.mark.parametrize("late", [False, True])
+def test_b07_no_way_of_saving_reads_pages_after_its_step(
+    tmp_path: Path, gate: Gate, late: bool
+) -> None:
+    """Blocks are copied in the step that fills them, or, known late, in a later one: on both ways
+    the pages may change as soon as that step is over, while the writer has not begun."""
+    with ExampleEngine(example_config(tmp_path)) as engine:
+        request = engine.request(PROMPT)
+        engine.admit(request)
+        if late:  # the hashes of what the first step fills become known in the second
+            hashes, request.block_hashes = request.block_hashes, []
+            assert _saved(engine.step({request: 8})) == 0
+            request.block_hashes = hashes
+            assert _saved(engine.step({request: 1})) == 2
+        else:
+            assert _saved(engine.step({request: 9})) == 2
+        assert gate.arrived.wait(20)
+        for pages in engine.pages.values():
+            pages.fill_(-1)
+        gate.opened.set()
+        engine.finish(request)
+        engine.settle()
+    with ExampleEngine(example_config(tmp_path)) as engine:
+        assert engine.run(PROMPT) == 8, "what was saved is right: run checks every slot"
+
+
 def test_b11_after_a_resume_only_full_blocks_are_saved(tmp_path: Path) -> None:
     with ExampleEngine(example_config(tmp_path)) as engine:
         request = engine.request(range(13))

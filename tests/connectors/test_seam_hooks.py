@@ -6,11 +6,11 @@ import itertools
 from typing import Any
 
 import pytest
-from connected import connected_stepper
+from connected import connected_stepper, scripted_sides
 from paged_oracle import answer
-from scheduling import ManualClock, Stepper
+from scheduling import ManualClock, Stepper, make_scheduler
 
-from interlace.connectors.conformance import Async, Rule, Script, Sync
+from interlace.connectors.conformance import Async, Rule, Script, ScriptedConnector, Sync
 from interlace.engine.connector_calls import SLOW_HOOK_S, ConnectorCalls
 from interlace.engine.errors import ConnectorError
 from interlace.engine.kv_connector import KVConnectorRole
@@ -92,6 +92,50 @@ def test_finished_ids_are_delivered_exactly_once(depth: int) -> None:
             delivered += [r.request_id for r in requests if r.request_id in call.summary]
     assert sorted(delivered) == ["r1", "r2", "r3", "r4"]
     assert script.count("request_finished") == 4
+
+
+class _LateReporter:
+    """A worker side that learns only in `wait_for_save`, long after it was told of a request's
+    end, that the request's blocks are not read any more."""
+
+    def __init__(self, inner: ScriptedConnector) -> None:
+        self._inner = inner
+        self._ended: set[str] = set()
+        self._to_report: set[str] = set()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def wait_for_save(self) -> None:
+        self._inner.wait_for_save()
+        self._to_report |= self._ended
+        self._ended = set()
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        self._inner.get_finished(finished_req_ids)
+        self._ended |= finished_req_ids & {"one"}
+        reported, self._to_report = self._to_report, set()
+        return reported, None
+
+
+def test_b20_what_is_reported_after_the_forward_reaches_the_scheduler_once() -> None:
+    script = Script(default=Rule(answers=((0, False),), hold=True, send_delay=None))
+    sides = scripted_sides(script)
+    scheduler = make_scheduler(connector=sides[0])
+    stepper = Stepper(scheduler, _LateReporter(sides[1]))
+    one = stepper.add([1] * 5, request_id="one", max_tokens=2)
+    script.rules["two"] = NOTHING
+    two = stepper.add([2] * 5, request_id="two", max_tokens=6)
+    stepper.run()
+    assert_right(stepper, one, two)
+    stepper.assert_idle()
+
+
+def test_b40_both_sides_in_one_process_are_told_apart_by_their_roles() -> None:
+    script = Script(default=NOTHING)
+    one, two = connected_stepper(script)[1], connected_stepper(script)[1]
+    assert [side.role for side in one] == list(KVConnectorRole)
+    assert len({id(side) for side in (*one, *two)}) == 4
 
 
 @both_depths

@@ -431,6 +431,49 @@ def test_no_place_to_run_when_the_load_is_done(depth: int) -> None:
     assert one.usage().num_external_cached_tokens == 16
 
 
+@both_depths
+def test_b35_whatever_was_finished_can_be_evicted(depth: int) -> None:
+    """Prefixes that were computed, saved, loaded in both ways: half the pool is there at once."""
+    script = Script(rules=rules(synced=Sync(), parked=Async(), saved=(0, False)))
+    warm(script, [1, *prompt_of(11)])
+    warm(script, [2, *prompt_of(11)])
+    stepper, _ = connected_stepper(script, num_blocks=16, depth=depth)
+    script.rules |= {
+        "big": Rule(answers=((0, False),)),
+        "plain": Rule(answers=((0, False),), save=False),
+    }
+    for name, first in (("synced", 1), ("parked", 2), ("saved", 3), ("plain", 4)):
+        stepper.add([first, *prompt_of(11)], request_id=name, max_tokens=3)
+        stepper.run()
+        pool = stepper.scheduler.kv_cache.pool
+        assert pool.num_free_blocks == pool.num_usable_blocks
+    assert pool.num_cached_blocks >= 12
+    big = stepper.add([5] * 40, request_id="big", max_tokens=4)
+    assert launched(stepper).num_scheduled_tokens["big"] == 40
+    stepper.run()
+    assert_right(stepper, big)
+
+
+def test_b42_a_match_query_that_lets_local_blocks_go_changes_nothing() -> None:
+    """What was found is held before anything else is allocated, and nothing runs in between."""
+    script = Script(default=Rule(answers=((0, False),)))
+    stepper, sides = connected_stepper(script, num_blocks=8)
+    prompt = prompt_of(17)
+    stepper.add(prompt, max_tokens=1)
+    stepper.run()
+    again = stepper.add(prompt, request_id="again", max_tokens=3)
+    query = sides[0].get_num_new_matched_tokens
+
+    def forgetful(request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        stepper.scheduler.reset_prefix_cache()
+        return query(request, num_computed_tokens)
+
+    sides[0].get_num_new_matched_tokens = forgetful  # type: ignore[method-assign]
+    stepper.run()
+    assert_right(stepper, again)
+    stepper.assert_idle()
+
+
 # --- a step that loads is a barrier --------------------------------------------------------------
 
 
