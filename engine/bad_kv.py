@@ -39,13 +39,17 @@ def set_back(
         num_tokens = began_at.get(request.request_id, request.num_computed_tokens)
         num_good = _withdraw_from_bad(request.blocks, num_tokens, invalid_block_ids, kv_cache)
         if num_good is not None:
-            request.num_failed_loads += 1
+            request.note_failed_load(step.step_id)
             request.set_back(num_good)
             hit.append(request)
     for item in step.scheduled:
         table = step.tables.get(item.request.request_id)
-        if item.request.is_finished and table is not None:
-            _withdraw_from_bad(table, item.num_computed_tokens, invalid_block_ids, kv_cache)
+        if not item.request.is_finished or table is None:
+            continue
+        num_good = _withdraw_from_bad(table, item.num_computed_tokens, invalid_block_ids, kv_cache)
+        if num_good is not None:
+            # Blocks that the connector holds are freed later: their tail must not be kept then.
+            item.request.num_computed_tokens = min(item.request.num_computed_tokens, num_good)
     return hit
 
 

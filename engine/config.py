@@ -7,6 +7,7 @@ Defaults are written here once. What a machine or a model decides is filled in b
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import uuid
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -61,6 +62,10 @@ class KVTransferConfig(Options):
             "kv_connector needs a kv_role: kv_producer, kv_consumer or kv_both.",
         )
         self.require(
+            not self.enable_permute_local_kv,
+            "enable_permute_local_kv is not supported: there is one layout of KV pages.",
+        )
+        self.require(
             isinstance(self.kv_connector_extra_config, Mapping),
             "kv_connector_extra_config must be a mapping.",
         )
@@ -79,6 +84,10 @@ class KVTransferConfig(Options):
     def is_kv_consumer(self) -> bool:
         """Whether this engine loads KV of others."""
         return self.is_kv_transfer_instance and self.kv_role in ("kv_consumer", "kv_both")
+
+    def compute_hash(self) -> str:
+        """A digest of what changes the computation graph: nothing here does."""
+        return hashlib.sha256(b"").hexdigest()
 
     def get_from_extra_config(self, key: str, default: Any) -> Any:
         """One of the connector's own options."""

@@ -45,8 +45,6 @@ class ConnectorCalls:
         began_s = self._clock.monotonic()
         try:
             yield
-        except ConnectorError:
-            raise
         except Exception as error:
             raise ConnectorError(
                 f"{self.name}.{hook} raised {type(error).__name__}: {error}"
@@ -68,7 +66,7 @@ class ConnectorCalls:
         """
         with self._hook("get_num_new_matched_tokens"):
             answer = self._connector.get_num_new_matched_tokens(request, num_computed_tokens)
-            return self._checked(answer, request.num_tokens - num_computed_tokens)
+        return self._checked(answer, request.num_tokens - num_computed_tokens)
 
     def _checked(self, answer: Any, most: int) -> Match | None:
         match answer:
@@ -101,11 +99,11 @@ class ConnectorCalls:
         """The step's message with the connector's metadata. Raises: `ConnectorError`."""
         with self._hook("build_connector_meta"):
             metadata = self._connector.build_connector_meta(output)
-            if metadata is None:
-                raise ConnectorError(
-                    f"{self.name}.build_connector_meta returned None; "
-                    "return a KVConnectorMetadata in every step."
-                )
+        if metadata is None:
+            raise ConnectorError(
+                f"{self.name}.build_connector_meta returned None; "
+                "return a KVConnectorMetadata in every step."
+            )
         return dataclasses.replace(output, kv_connector_metadata=metadata)
 
     def report(self, connector_output: KVConnectorOutput) -> None:
@@ -127,14 +125,21 @@ class ConnectorCalls:
 
     def finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
         """Whether the blocks must stay, and parameters for the caller. Raises: `ConnectorError`."""
-        with self._hook("request_finished"):
-            answer = self._connector.request_finished(
-                request, [block.block_id for block in request.blocks]
-            )
-            match answer:
-                case (bool() as stays, dict() | None as params):
-                    return stays, params
-            raise ConnectorError(
-                f"{self.name}.request_finished answered {answer!r}, "
-                "but it must be (whether the blocks stay, a dict or None)."
-            )
+        block_ids = [block.block_id for block in request.blocks]
+        # A connector for several KV-cache groups (SupportsHMA) has a hook of its own for this.
+        for_groups = getattr(self._connector, "request_finished_all_groups", None)
+        if for_groups is None:
+            hook = "request_finished"
+            with self._hook(hook):
+                answer = self._connector.request_finished(request, block_ids)
+        else:
+            hook = "request_finished_all_groups"
+            with self._hook(hook):
+                answer = for_groups(request, (block_ids,))
+        match answer:
+            case (bool() as stays, dict() | None as params):
+                return stays, params
+        raise ConnectorError(
+            f"{self.name}.{hook} answered {answer!r}, "
+            "but it must be (whether the blocks stay, a dict or None)."
+        )

@@ -98,7 +98,7 @@ class StepLoop:
     def _lingers(self) -> bool:
         """Whether a loop that was told to stop has ended requests to see off."""
         is_time = self._clock.monotonic() < self._closing_until_s
-        return is_time and self._scheduler.num_held_requests > 0
+        return is_time and self._scheduler.owes_connector
 
     async def _sleep(self) -> None:
         """Until there is news, or until it is time to ask a KV connector for some."""

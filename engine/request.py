@@ -98,8 +98,10 @@ class Request:
         self.epoch = 0
         """Counts how often computed tokens were lost to bad KV: results of older steps are void."""
         self.num_failed_loads = 0
+        """Of its own; a load of which several blocks fail counts once."""
+        self._failed_load_step_id = 0
         self.load_step_id = 0
-        """The step that began the latest asynchronous load."""
+        """The step that began the latest load, asynchronously or within itself."""
         self.load_start = 0
         """Where the latest asynchronous load begins; all before it was cached on the device."""
         self.last_step_id = 0
@@ -117,6 +119,15 @@ class Request:
 
     def _extend_hashes(self) -> None:
         extend_hashes(self.block_hashes, self._root_hash, self.all_token_ids, self._block_size)
+
+    def note_failed_load(self, step_id: int) -> None:
+        """Step `step_id` reported bad KV among this request's. Counts if the request loaded it."""
+        is_parked = self.status is RequestStatus.WAITING_FOR_REMOTE_KVS
+        if self._failed_load_step_id != self.load_step_id and (
+            is_parked or self.load_step_id == step_id
+        ):
+            self._failed_load_step_id = self.load_step_id
+            self.num_failed_loads += 1
 
     def set_back(self, num_tokens: int) -> None:
         """Forget all KV from position `num_tokens` on, and whatever steps in flight compute.

@@ -50,6 +50,11 @@ from interlace.engine.transfer_ledger import TransferLedger
 
 logger = logging.getLogger(__name__)
 
+MAX_DEFERRED = 32
+"""After so many answers of "ask again" in one `schedule()`, the next one goes on behind them: each
+question takes a walk through the request's hashes."""
+MAX_BEGUN_LOADS = 32
+"""Asynchronous loads that begin with one step: they take no budget and no place."""
 MAX_FAILED_LOADS = 2
 """After so many the connector is not asked for this request any more: it might promise for ever."""
 
@@ -99,6 +104,7 @@ class Scheduler:
         self._preempted: list[Request] = []  # since the last schedule()
         self._failed: list[Request] = []  # ended by schedule(), their callers not told yet
         self._some_deferred = False  # whether the connector asked to be asked again
+        self._ask_from = 0  # the place in the waiting queue where the next schedule() begins
         self._finished_req_ids: set[str] = set()  # since the last schedule()
         self._inflight: deque[StepPlan] = deque()
         self._last_step_id = 0
@@ -218,6 +224,13 @@ class Scheduler:
         return len(self._transfers)
 
     @property
+    def owes_connector(self) -> bool:
+        """Whether the connector has to hear of an end, or holds blocks of an ended request."""
+        if self._connector is None:
+            return False
+        return len(self._transfers) > 0 or len(self._finished_req_ids) > 0
+
+    @property
     def awaits_connector(self) -> bool:
         """Whether an empty step may bring news: of a load, a held request, or a match query."""
         return (
@@ -245,7 +258,7 @@ class Scheduler:
         if not plan.preempted and not self._must_drain:
             self._schedule_parked(plan)
             self._schedule_waiting(plan)
-        if plan.scheduled or plan.begins_loads:
+        if plan.scheduled or plan.num_begun_loads:
             return self._commit(plan)
         has_news = self._finished_req_ids or plan.preempted or (poll and self.awaits_connector)
         if has_news and not self._inflight:
@@ -292,8 +305,7 @@ class Scheduler:
     def _schedule_parked(self, plan: StepPlan) -> None:
         """Let requests run whose load has ended, in order, while budget and places last."""
         for request in self.parked:
-            loading = request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
-            if loading and not self._promote(request):
+            if not self._is_loaded(request):
                 continue
             if plan.budget == 0 or len(self.running) >= self.config.max_num_seqs:
                 continue
@@ -309,44 +321,48 @@ class Scheduler:
                 plan, ScheduledRequest(request, num_tokens, computed, new_blocks, request.status)
             )
 
-    def _promote(self, request: Request) -> bool:
-        """Take a load that has ended for done.
+    def _is_loaded(self, request: Request) -> bool:
+        """Whether a parked request has what it can build on; takes a load that has ended for done.
 
-        False if it goes on, or if nothing can be built on what it brought: the request queues
-        anew.
+        If nothing is left, or what is left to fill is held by others too, the request queues anew.
         """
         if self._transfers.is_loading(request):
             return False
-        self._transfers.forget_load(request)
-        was_preempted = request.num_preemptions > 0
-        request.status = RequestStatus.PREEMPTED if was_preempted else RequestStatus.WAITING
+        has_ended = request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
+        if has_ended:
+            self._transfers.forget_load(request)
+            was_preempted = request.num_preemptions > 0
+            request.status = RequestStatus.PREEMPTED if was_preempted else RequestStatus.WAITING
         if request.num_computed_tokens == 0 or self._shares_what_it_lost(request):
-            request.num_computed_tokens = 0
             self.parked.remove(request)
+            request.num_computed_tokens = 0
             self.kv_cache.free(request, self._last_applied_step)
             self.waiting.add(request)
             return False
-        self.kv_cache.publish_loaded(request, request.num_computed_tokens)
-        # Something must be computed to sample from.
-        request.num_computed_tokens = min(request.num_computed_tokens, request.num_tokens - 1)
+        if has_ended:
+            self.kv_cache.publish_loaded(request, request.num_computed_tokens)
+            # Something must be computed to sample from.
+            request.num_computed_tokens = min(request.num_computed_tokens, request.num_tokens - 1)
         return True
 
     def _schedule_waiting(self, plan: StepPlan) -> None:
         """Admit waiting requests, in order, while budget, places and blocks last."""
-        place = 0
+        place, self._ask_from = self._ask_from, 0
+        num_deferred = 0
+        num_reserved = self._num_reserved_blocks()
         while (
             plan.budget > 0
             and place < len(self.waiting)
             and len(self.running) < self.config.max_num_seqs
+            and plan.num_begun_loads < MAX_BEGUN_LOADS
         ):
+            if num_deferred == MAX_DEFERRED:
+                self._ask_from = place
+                return
             request = self.waiting[place]
-            num_reserved = sum(map(self.kv_cache.num_missing_blocks, self.parked))
             hit = self.kv_cache.find_longest_hit(request, num_reserved)
             if not self.kv_cache.can_admit(request, hit, num_reserved):
-                # A stall would need a head that no empty pool can hold; admission refuses those.
-                assert (
-                    len(self.running) or len(self.parked) or self._inflight or len(self._transfers)
-                ), f"{request!r} can never be scheduled"
+                self._assert_somebody_frees_blocks(request)
                 return
             try:
                 match = self._match(request, hit)
@@ -357,9 +373,21 @@ class Scheduler:
                 continue
             if match is None:
                 self._some_deferred = True
+                num_deferred += 1
                 place += 1
                 continue
             self._admit(plan, request, hit, match)
+            if request.status is RequestStatus.WAITING_FOR_REMOTE_KVS:
+                num_reserved += self.kv_cache.num_missing_blocks(request)
+
+    def _assert_somebody_frees_blocks(self, request: Request) -> None:
+        """A stall would need a head that no empty pool can hold; admission refuses those."""
+        holders = (self.running, self.parked, self._inflight, self._transfers)
+        assert any(len(holder) for holder in holders), f"{request!r} can never be scheduled"
+
+    def _num_reserved_blocks(self) -> int:
+        """Blocks that parked requests still need for what they know."""
+        return sum(map(self.kv_cache.num_missing_blocks, self.parked))
 
     def _match(self, request: Request, hit: PrefixHit) -> Match | None:
         """What the connector brings beyond the whole blocks of `hit`; None: ask again."""
@@ -382,6 +410,8 @@ class Scheduler:
             )
         self.waiting.remove(request)
         self.kv_cache.take_hit(request, hit, plan.step_id)
+        if loaded:
+            request.load_step_id = plan.step_id
         if loaded and match.is_async:
             self._begin_load(plan, request, loaded)
             return
@@ -398,11 +428,10 @@ class Scheduler:
     def _begin_load(self, plan: StepPlan, request: Request, loaded: range) -> None:
         self._allocate(plan, request, loaded.stop, loaded)
         request.load_start = loaded.start
-        request.load_step_id = plan.step_id
         request.num_computed_tokens = loaded.stop
         request.status = RequestStatus.WAITING_FOR_REMOTE_KVS
         self.parked.add(request)
-        plan.begins_loads = True
+        plan.num_begun_loads += 1
 
     def _allocate(
         self, plan: StepPlan, request: Request, num_tokens: int, loaded: range

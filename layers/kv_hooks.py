@@ -13,7 +13,7 @@ thread. Knows no connector by name.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from typing import TypeVar
 
 import torch
@@ -47,8 +47,6 @@ class KVHooks:
     def _call(self, hook: Callable[..., T], *args: object) -> T:
         try:
             return hook(*args)
-        except ConnectorError:
-            raise
         except Exception as error:
             raise ConnectorError(f"{_name(hook)} raised {type(error).__name__}: {error}") from error
 
@@ -100,8 +98,15 @@ class KVHooks:
         None if it has nothing to say. Raises: `ConnectorError`.
         """
         connector = self._connector
-        sending, recving = self._call(connector.get_finished, set(output.finished_req_ids))
+        ended = self._call(connector.get_finished, set(output.finished_req_ids))
+        match ended:
+            case (set() | None as sending, set() | None as recving):
+                pass
+            case _:
+                raise _broken(connector.get_finished, ended, "(set or None, set or None)")
         invalid = self._call(connector.get_block_ids_with_load_errors)
+        if not isinstance(invalid, Set):
+            raise _broken(connector.get_block_ids_with_load_errors, invalid, "a set of block ids")
         meta = self._call(connector.build_connector_worker_meta)
         self._call(connector.clear_connector_metadata)
         reports = KVConnectorOutput(
@@ -151,6 +156,10 @@ class KVHooks:
             self._connector.shutdown()
         except Exception:
             logger.exception("%s failed", _name(self._connector.shutdown))
+
+
+def _broken(hook: Callable[..., object], answer: object, rule: str) -> ConnectorError:
+    return ConnectorError(f"{_name(hook)} answered {answer!r}, but it must be {rule}.")
 
 
 def _name(hook: Callable[..., object]) -> str:

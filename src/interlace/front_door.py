@@ -5,6 +5,7 @@ The only module besides `interlace/__init__.py` that knows engine and layers at 
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -87,9 +88,8 @@ class AsyncEngine(async_engine.AsyncEngine):
             if device is None:
                 device = stack.enter_context(contextlib.closing(DeviceThread()))
             watched = _Cancellable(progress)
-            parts = await finish_despite_cancel(
-                device.submit(_make_parts, config, loaded, watched, connectors),
-                on_cancel=watched.cancel,
+            parts = await _parts_or_nothing(
+                device.submit(_make_parts, config, loaded, watched, connectors), device, watched
             )
             engine = cls(
                 parts.config,
@@ -202,6 +202,18 @@ def resolve(
     )
 
 
+async def _parts_or_nothing(
+    future: asyncio.Future[_Parts], device: DeviceThread, watched: _Cancellable
+) -> _Parts:
+    """Await the parts. Cancellation: those that were made are closed, then it is raised."""
+    try:
+        return await finish_despite_cancel(future, on_cancel=watched.cancel)
+    except asyncio.CancelledError:
+        if not future.cancelled() and future.exception() is None:
+            await finish_despite_cancel(device.submit(future.result().close))
+        raise
+
+
 class _Parts(NamedTuple):
     """What an engine is built of."""
 
@@ -210,6 +222,12 @@ class _Parts(NamedTuple):
     runner: ModelRunner
     connector: KVConnectorBase_V1 | None
     """The scheduler side; the runner has the worker side."""
+
+    def close(self) -> None:
+        """End them unused. Device thread."""
+        if self.connector is not None:
+            self.connector.shutdown()
+        self.runner.close()
 
 
 def _make_parts(
