@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from typing import Any
 
 import pytest
 from connected import Sides, scripted_sides
-from engine_kit import OpenEngine, greedy, open_engine, read_all, until
+from engine_kit import PATIENCE_S, OpenEngine, greedy, open_engine, read_all, until
 from paged_oracle import answer
+from tiny_model import tiny_model
 
+from interlace import EngineConfig, KVTransferConfig, front_door
 from interlace.connectors.conformance import Async, Rule, Script, Sync
 from interlace.engine import loop
 from interlace.engine.errors import EngineDeadError, RequestError
@@ -109,6 +112,17 @@ async def test_closing_sees_off_requests_that_are_held(depth: int) -> None:
     assert script.count("shutdown") == 2
 
 
+async def test_closing_tells_the_connector_of_every_end() -> None:
+    """I18: also of requests that closing itself aborts."""
+    script = Script(default=NOTHING)
+    async with open_engine(is_open=True, connector=sides_of(script)) as it:
+        stream = it.generate(PROMPT, 50, request_id="cut")
+        await anext(aiter(stream))
+    ends = [call.summary for call in script.calls if call.hook == "get_finished"]
+    assert len([summary for summary in ends if "cut" in summary]) == 1
+    assert script.count("request_finished") == 1
+
+
 async def test_closing_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loop, "CLOSING_S", 0.1)
     script = Script(default=Rule(answers=((0, False),), hold=True, send_delay=None))
@@ -189,3 +203,36 @@ async def test_resetting_the_connector_too() -> None:
         assert not script.store
         done = await assert_answer(it)
         assert done.usage.num_computed_prompt_tokens == len(PROMPT)
+
+
+async def test_an_engine_that_is_cancelled_while_it_opens_closes_what_was_made(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    script, begun, gate = Script(), threading.Event(), threading.Event()
+    make_parts = front_door._make_parts
+
+    def slow(*args: Any) -> Any:
+        begun.set()
+        assert gate.wait(PATIENCE_S)
+        return make_parts(*args)
+
+    monkeypatch.setattr(front_door, "_make_parts", slow)
+    transfer = KVTransferConfig(
+        kv_connector="ScriptedConnector",
+        kv_role="kv_both",
+        kv_connector_extra_config={"script": script},
+    )
+
+    async def open_it() -> None:
+        config = EngineConfig(kv_transfer_config=transfer)
+        async with front_door.AsyncEngine.from_loaded(config, tiny_model()):
+            raise AssertionError("it never opens")
+
+    async with asyncio.timeout(PATIENCE_S), asyncio.TaskGroup() as tasks:
+        task = tasks.create_task(open_it())
+        await until(begun.is_set)
+        task.cancel()
+        await asyncio.sleep(0.01)
+        gate.set()
+    assert task.cancelled()
+    assert script.count("shutdown") == 2

@@ -154,6 +154,50 @@ def test_what_was_shared_stays_hidden_though_its_owner_was_aborted_meanwhile(abo
     stepper.assert_idle()
 
 
+def test_the_last_part_of_a_held_request_on_bad_ground_is_never_copied() -> None:
+    """I16: its blocks are freed long after the step that found the bad one."""
+    prompt = prompt_of(10)
+    script = Script(
+        default=Rule(answers=((0, False),)),
+        rules={"one": Rule(answers=(Sync(8),), fail=frozenset({0}), hold=True, send_delay=2)},
+    )
+    warm(script, prompt)
+    stepper, _ = connected_stepper(script)
+    one = stepper.add(prompt, request_id="one", max_tokens=3)
+    launched(stepper)
+    stepper.scheduler.finish_request(one, RequestStatus.FINISHED_ABORTED)
+    stepper.apply()
+    stepper.run()
+    assert not stepper.scheduler.num_held_requests
+    shorter = stepper.add(prompt[:9], max_tokens=1)
+    stepper.run()
+    longer = stepper.add([*prompt, 1, 2], max_tokens=2)
+    stepper.run()
+    assert_right(stepper, shorter, longer)
+
+
+def test_only_a_load_of_its_own_counts_as_failed() -> None:
+    prompt = prompt_of(17)
+    script = Script(
+        rules={
+            "one": Rule(answers=(Sync(16),), fail=frozenset({0, 1, 3})),
+            "two": Rule(answers=((0, False),)),
+            "three": Rule(
+                answers=(Async(40),), fail=frozenset({1, 3, 5}), load_delay=5, report_early=True
+            ),
+        }
+    )
+    warm(script, prompt)
+    warm(script, [9, *prompt_of(40)])
+    stepper, _ = connected_stepper(script)
+    one = stepper.add(prompt, request_id="one", max_tokens=2)
+    two = stepper.add(prompt, request_id="two", max_tokens=2)
+    three = stepper.add([9, *prompt_of(40)], request_id="three", max_tokens=2)
+    stepper.run()
+    assert_right(stepper, one, two, three)
+    assert [r.num_failed_loads for r in (one, two, three)] == [1, 0, 1]
+
+
 @both_depths
 @pytest.mark.parametrize("bad", [{0, 9}, {5, 9}, {9}])
 def test_an_asynchronous_failure_sets_back_its_owner_alone(depth: int, bad: set[int]) -> None:

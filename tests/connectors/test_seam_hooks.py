@@ -10,11 +10,13 @@ from connected import connected_stepper, scripted_sides
 from paged_oracle import answer
 from scheduling import ManualClock, Stepper, make_scheduler
 
+from interlace.connectors import SupportsHMA
 from interlace.connectors.conformance import Async, Rule, Script, ScriptedConnector, Sync
 from interlace.engine.connector_calls import SLOW_HOOK_S, ConnectorCalls
 from interlace.engine.errors import ConnectorError
 from interlace.engine.kv_connector import KVConnectorRole
 from interlace.engine.request import Request, RequestStatus
+from interlace.engine.scheduler import MAX_BEGUN_LOADS, MAX_DEFERRED
 from interlace.engine.scheduler_output import SchedulerOutput
 
 both_depths = pytest.mark.parametrize("depth", [1, 2])
@@ -286,6 +288,76 @@ def test_other_hooks_that_raise_are_fatal_and_named(hook: str) -> None:
     stepper.add([1] * 5, max_tokens=3)
     with pytest.raises(ConnectorError, match=rf"ScriptedConnector\.{hook} raised ValueError: oh"):
         stepper.run()
+
+
+@pytest.mark.parametrize(
+    ("hook", "answer", "rule"),
+    [
+        ("get_finished", None, r"\(set or None, set or None\)"),
+        ("get_finished", ({"a"},), r"\(set or None, set or None\)"),
+        ("get_finished", (["a"], None), r"\(set or None, set or None\)"),
+        ("get_block_ids_with_load_errors", None, "a set of block ids"),
+        ("get_block_ids_with_load_errors", [1], "a set of block ids"),
+    ],
+)
+def test_wrong_answers_of_the_worker_side_are_named(hook: str, answer: Any, rule: str) -> None:
+    stepper, sides = connected_stepper(Script(default=NOTHING))
+    setattr(sides[1], hook, lambda *_: answer)
+    stepper.add([1] * 5)
+    with pytest.raises(ConnectorError, match=f"answered .* but it must be {rule}"):
+        stepper.run()
+
+
+def test_a_connector_s_own_connector_error_is_named_too() -> None:
+    script = Script(default=NOTHING, raises={"wait_for_save": (1, ConnectorError("no"))})
+    stepper, _ = connected_stepper(script)
+    stepper.add([1] * 5)
+    with pytest.raises(ConnectorError, match=r"ScriptedConnector\.wait_for_save raised"):
+        stepper.run()
+
+
+class _ForGroups(ScriptedConnector, SupportsHMA):
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        (group,) = block_ids
+        self.request_finished(request, group)
+        return False, {"num_blocks": len(group)}
+
+
+def test_a_connector_for_several_groups_is_asked_by_its_own_hook() -> None:
+    script = Script(default=NOTHING)
+    stepper = Stepper(make_scheduler(connector=scripted_sides(script, kind=_ForGroups)[0]))
+    request = stepper.add([1] * 5, max_tokens=1)
+    stepper.run()
+    assert request.response_kv_transfer_params == {"num_blocks": 2}
+
+
+def test_many_that_are_to_be_asked_again_are_asked_in_turn() -> None:
+    script = Script(default=Rule(answers=(None,)))
+    stepper, _ = connected_stepper(script)
+    requests = [stepper.add([1] * 5, max_tokens=1) for _ in range(2 * MAX_DEFERRED + 5)]
+    asked = []
+    for _ in range(3):
+        launched(stepper)
+        stepper.apply()
+        asked.append(script.count("get_num_new_matched_tokens"))
+    assert asked == [MAX_DEFERRED, 2 * MAX_DEFERRED, 2 * MAX_DEFERRED + 5]
+    script.default = NOTHING
+    for request in requests:
+        script.rules[request.request_id] = NOTHING
+    stepper.run()
+    assert_right(stepper, *requests)
+
+
+def test_so_many_loads_begin_with_one_step() -> None:
+    script = Script(default=Rule(answers=(Async(4),)))
+    stepper, _ = connected_stepper(script, num_blocks=400, max_num_seqs=8)
+    requests = [stepper.add([i, 1, 2, 3, 4], max_tokens=1) for i in range(MAX_BEGUN_LOADS + 3)]
+    launched(stepper)
+    assert len(stepper.scheduler.parked) == MAX_BEGUN_LOADS
+    stepper.run()
+    assert_right(stepper, *requests)
 
 
 def test_start_load_kv_that_raises_where_an_asynchronous_load_begins_is_fatal() -> None:

@@ -57,6 +57,7 @@ def test_roles(role: KVRole, produces: bool, consumes: bool) -> None:
     assert (transfer.is_kv_producer, transfer.is_kv_consumer) == (produces, consumes)
     assert transfer.get_from_extra_config("answer", 0) == 42
     assert transfer.get_from_extra_config("question", "?") == "?"
+    assert transfer.compute_hash() == KVTransferConfig().compute_hash()
     nobody = KVTransferConfig()
     assert not nobody.is_kv_transfer_instance
     assert not nobody.is_kv_producer
@@ -68,6 +69,7 @@ def test_roles(role: KVRole, produces: bool, consumes: bool) -> None:
     [
         ({"kv_connector": "X"}, "needs a kv_role"),
         ({"kv_connector": ""}, "kv_connector must be a name"),
+        ({"enable_permute_local_kv": True}, "enable_permute_local_kv is not supported"),
         ({"kv_connector": 5}, "kv_connector must be a name"),
         ({"kv_connector_module_path": ""}, "kv_connector_module_path must be a name"),
         ({"kv_connector_extra_config": []}, "must be a mapping"),

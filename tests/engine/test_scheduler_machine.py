@@ -16,7 +16,7 @@ from hypothesis.stateful import (
     precondition,
     rule,
 )
-from paged_oracle import answer
+from paged_oracle import answer, mix
 from scheduling import Stepper, make_scheduler
 
 from interlace.connectors.conformance import Async, Rule, Script, Sync
@@ -88,6 +88,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def several_steps(self) -> None:
         for _ in range(6):
             self.stepper.step()
+        self.content_is_right()
 
     @precondition(lambda self: self.requests)
     @rule(
@@ -137,10 +138,31 @@ class SchedulerMachine(RuleBasedStateMachine):
             tokens = self.stepper.outputs[request.request_id]
             assert tokens == answer(request.prompt_token_ids, len(tokens))  # I4
 
+    def content_is_right(self) -> None:
+        """Whatever can be found, whole or in part, is what it says it is (I6, I14, I16)."""
+        size = self.stepper.scheduler.kv_cache.block_size
+        before = {r.hash_before(0): 0 for r in self.requests}  # hash -> KV of the token before
+        for request in self.requests:
+            value = 0
+            for i, token_id in enumerate(request.all_token_ids):
+                if i % size == 0:
+                    before[request.hash_before(i // size)] = value
+                value = mix(value, token_id)
+        pages = self.stepper.runner.pages
+        for block in self.stepper.scheduler.kv_cache.pool.blocks:
+            if block.tokens is None or block.pending_step is not None:
+                continue
+            value = before[block.tokens.parent]
+            for offset, token_id in enumerate(block.tokens.token_ids):
+                value = mix(value, token_id)
+                assert pages[block.block_id, offset] == value
+
     def teardown(self) -> None:
         if not hasattr(self, "stepper"):
             return
+        self.content_is_right()
         self.stepper.run()  # I3
+        self.content_is_right()
         for request in self.requests:
             assert request.is_finished
             tokens = self.stepper.outputs[request.request_id]

@@ -19,7 +19,12 @@ Sides = tuple[ScriptedConnector, ScriptedConnector]
 
 
 def scripted_sides(
-    script: Script, *, block_size: int = 4, num_blocks: int = 64, role: KVRole = "kv_both"
+    script: Script,
+    *,
+    block_size: int = 4,
+    num_blocks: int = 64,
+    role: KVRole = "kv_both",
+    kind: type[ScriptedConnector] = ScriptedConnector,
 ) -> Sides:
     """(scheduler side, worker side) for an engine with `num_blocks` usable blocks."""
     config = EngineConfig(
@@ -38,7 +43,7 @@ def scripted_sides(
     )
     spec = FullAttentionSpec(block_size, 1, 1, None, 8 * block_size)
     cache = KVCacheConfig(num_blocks + 1, (KVCacheGroupSpec(("layer",), spec),))
-    scheduler_side, worker_side = (ScriptedConnector(config, r, cache) for r in KVConnectorRole)
+    scheduler_side, worker_side = (kind(config, role, cache) for role in KVConnectorRole)
     return scheduler_side, worker_side
 
 

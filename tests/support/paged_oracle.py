@@ -30,7 +30,8 @@ LAYER = "layer"
 """The oracle's one layer, for connectors."""
 
 
-def _mix(before: int, token_id: int) -> int:
+def mix(before: int, token_id: int) -> int:
+    """The KV of a token, from the KV of the token before it."""
     digest = hashlib.blake2b(f"{before},{token_id}".encode(), digest_size=7).digest()
     return int.from_bytes(digest, "little")
 
@@ -39,11 +40,11 @@ def answer(prompt: Sequence[int], num_tokens: int) -> list[int]:
     """The tokens that a right engine gives after `prompt`."""
     state = 0
     for token_id in prompt:
-        state = _mix(state, token_id)
+        state = mix(state, token_id)
     tokens = []
     for _ in range(num_tokens):
         tokens.append(state % VOCAB_SIZE)
-        state = _mix(state, tokens[-1])
+        state = mix(state, tokens[-1])
     return tokens
 
 
@@ -152,7 +153,7 @@ class PagedOracleRunner:
         value = self._read(request, start)
         for position in range(start, start + num_tokens):
             if value is not None:
-                value = _mix(value, int(request.tokens.view(position, position + 1)[0]))
+                value = mix(value, int(request.tokens.view(position, position + 1)[0]))
             block, offset = divmod(position, self.block_size)
             self.pages[request.block_ids[block], offset] = PAINT if value is None else value
 
@@ -161,7 +162,7 @@ class PagedOracleRunner:
         value = 0
         found = self.pages[self._slots(request, end)].tolist()
         for position, token_id in enumerate(request.tokens.view(0, end).tolist()):
-            value = _mix(value, token_id)
+            value = mix(value, token_id)
             if found[position] != value:
                 block = request.block_ids[position // self.block_size]
                 kind = "painted" if found[position] == PAINT else "foreign or stale"
