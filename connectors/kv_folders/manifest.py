@@ -24,7 +24,7 @@ class Manifest:
     parent_hash: bytes
     """The hash before the run's first block."""
     block_hashes: tuple[bytes, ...]
-    """Of the run's blocks in order; at least one."""
+    """Of the run's blocks in order; at least one, no two equal."""
     block_shape: tuple[int, ...]
     """Of one block of one layer: (2, block_size, kv heads, head size)."""
     layer_names: tuple[str, ...]
@@ -49,7 +49,14 @@ class Manifest:
         """Raises: `DamagedFileError` for whatever `to_bytes` would not have written."""
         try:
             return cls._from_document(json.loads(data))
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        except (
+            ValueError,
+            TypeError,
+            LookupError,
+            AttributeError,
+            ArithmeticError,
+            RecursionError,
+        ) as error:
             raise DamagedFileError(f"{FILE_NAME} is damaged: {error!r}") from error
 
     @classmethod
@@ -68,6 +75,8 @@ class Manifest:
         lengths = {len(block_hash) for block_hash in manifest.block_hashes}
         if lengths != {_HASH_BYTES} or not manifest.files:
             raise ValueError("no blocks, no layers, or a hash of another length")
+        if len(set(manifest.block_hashes)) < len(manifest.block_hashes):
+            raise ValueError("the same block twice")
         return manifest
 
 

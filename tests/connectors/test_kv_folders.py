@@ -136,6 +136,22 @@ def test_a_manifest_of_any_other_kind_is_damaged(changes: dict[str, object]) -> 
         Manifest.from_bytes(b"[" * 100_000)
 
 
+@pytest.mark.parametrize("size", [float("inf"), float("nan"), "x", []])
+def test_a_manifest_with_an_odd_size_is_damaged(size: object) -> None:
+    text = json.dumps({"version": 1, "identity": dataclasses.asdict(IDENTITY)} | _rest(size))
+    with pytest.raises(DamagedFileError):
+        Manifest.from_bytes(text.encode())
+
+
+def _rest(size: object) -> dict[str, object]:
+    return {
+        "parent_hash": "00" * 32,
+        "block_hashes": ["01" * 32],
+        "block_shape": [size, 4, 1, 2],
+        "layers": [{"name": "a", "num_bytes": 1, "xxh3_128": "00"}],
+    }
+
+
 def test_b72_identity_separates_model_type_layout_size_group_and_rank() -> None:
     others = [
         dataclasses.replace(IDENTITY, **{name: value})  # type: ignore[arg-type]
@@ -388,7 +404,114 @@ def test_the_index_says_once_what_it_cannot_look_up(
     index.close()
     index._thread.join(20)
     assert len(caplog.records) == 1
-    assert "none is loaded" in caplog.text
+    assert "none of it is loaded" in caplog.text
+
+
+@pytest.mark.parametrize("error", [OSError(errno.EMFILE, "too many"), MemoryError()])
+def test_a_folder_that_could_not_be_looked_into_is_looked_at_again(
+    store: KVFolders,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    error: Exception,
+) -> None:
+    """Also one of a bucket that has not changed for long, and it hides no other."""
+    folders = [store.publish(*store.write(a_run(first, 2)))[0] for first in (1, 11, 21)]
+    for folder in folders:
+        os.utime(folder.parent, (1, 1))
+    check = KVFolders.check
+
+    def failing(own: KVFolders, folder: Path) -> Manifest:
+        if folder == folders[1]:
+            raise error
+        return check(own, folder)
+
+    index = an_index(store)
+    with monkeypatch.context() as patch:
+        patch.setattr(KVFolders, "check", failing)
+        for _ in range(3):
+            index.refresh()
+    assert [block_hash(n) in index for n in (1, 11, 21)] == [True, False, True]
+    assert len(caplog.records) == 1
+    index.refresh()
+    assert block_hash(11) in index
+    monkeypatch.setattr(KVFolders, "check", None)  # nothing is looked into twice
+    index.refresh()
+
+
+def test_what_cannot_be_listed_hides_nothing_else_and_keeps_what_was_known_of_it(
+    store: KVFolders, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folders = [store.publish(*store.write(a_run(first, 1)))[0] for first in range(1, 6)]
+    buckets = {str(folder.parent) for folder in folders}
+    index = an_index(store)
+    scandir = os.scandir
+
+    def failing(path: Path) -> object:
+        if str(path) in buckets - {str(folders[2].parent)}:
+            raise PermissionError(errno.EACCES, "no")
+        return scandir(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("interlace.connectors.kv_folders.index.os.scandir", failing)
+        index.refresh()
+        assert block_hash(3) in index
+        assert block_hash(1) not in index
+    index.refresh()
+    assert all(block_hash(n) in index for n in range(1, 6))
+    monkeypatch.setattr("interlace.connectors.kv_folders.index.os.scandir", failing)
+    index.refresh()
+    assert all(block_hash(n) in index for n in range(1, 6))
+
+
+@pytest.mark.parametrize("kind", ["file", "dangling", "loop"])
+def test_strays_named_like_buckets_and_folders_hide_nothing(store: KVFolders, kind: str) -> None:
+    folder, _ = store.publish(*store.write(a_run(1, 2)))
+    names = [store.base / f"{n:02x}" for n in range(256)]
+    names += [folder.parent / (folder.name[:2] + f"{n:062x}") for n in range(3)]
+    for stray in set(names) - {folder.parent}:
+        if kind == "file":
+            stray.write_text("x")
+        else:
+            stray.symlink_to("nowhere" if kind == "dangling" else stray.name)
+    index = an_index(store)
+    for _ in range(2):
+        index.refresh()
+    assert index.find(block_hash(2)) == (str(folder), 1)
+    assert len(list(store.base.iterdir())) == 257, "all of it is left alone"
+
+
+def test_a_ban_ends_with_its_time_or_with_the_folder(store: KVFolders) -> None:
+    now = [0.0]
+    index = FolderIndex(store, Tally(), refresh_s=1.0, deadline_s=5.0, clock=lambda: now[0])
+    folder, manifest = store.publish(*store.write(a_run(1, 2)))
+    os.utime(folder.parent, (1, 1))
+    index.refresh()
+    index.drop(str(folder), store.signature(folder), 60.0)
+    index.add(str(folder), manifest.block_hashes)
+    index.refresh()
+    assert block_hash(1) not in index
+    now[0] = 61.0
+    index.refresh()
+    assert block_hash(1) in index
+    index.drop(str(folder), store.signature(folder))
+    now[0] = 1e9
+    index.refresh()
+    assert block_hash(1) not in index
+    assert store.remove(folder, store.signature(folder))
+    store.publish(*store.write(a_run(1, 2)))
+    index.refresh()
+    assert block_hash(1) in index
+
+
+def test_the_same_block_twice_is_damage_and_never_breaks_the_index(store: KVFolders) -> None:
+    folder, manifest = store.publish(*store.write(a_run(1, 2)))
+    twice = dataclasses.replace(manifest, block_hashes=(block_hash(1),) * 2)
+    with pytest.raises(DamagedFileError, match="the same block twice"):
+        Manifest.from_bytes(twice.to_bytes())
+    index = an_index(store)
+    index.add(str(folder), twice.block_hashes)
+    index.drop(str(folder), store.signature(folder))
+    assert block_hash(1) not in index
 
 
 # ---------------------------------------------------------------- memory
