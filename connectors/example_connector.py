@@ -9,18 +9,23 @@ This module maps the protocol's two roles to two objects. Read on in this order:
     example_messages.py       what the two sides tell each other
     example_scheduler.py      what is promised, and which blocks are loaded where
     example_save_planner.py   which blocks are saved, and when they become visible
-    example_loads.py          files to pages
+    example_worker.py         the steps of the worker side
+    example_pieces.py         what is loaded, and what becomes of it
+    example_step_loads.py     files to pages, layer by layer within a step
+    example_background_loads.py   files to pages across steps
     example_saves.py          pages to files
     kv_folders/               the files themselves
 """
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any
 
 from interlace.connectors.base import KVConnectorBase_V1
 from interlace.connectors.example_messages import ExampleMetadata, ExampleWorkerMetadata
 from interlace.connectors.example_options import ExampleConnectorOptions
+from interlace.connectors.example_save_planner import MAX_RUN_BLOCKS, max_run_blocks
 from interlace.connectors.example_scheduler import ExampleScheduler
 from interlace.connectors.kv_folders.counters import KVFolderCounters, Tally
 from interlace.connectors.kv_folders.folders import KVFolders
@@ -43,6 +48,8 @@ if TYPE_CHECKING:
 
     from interlace.connectors.example_worker import ExampleWorker
     from interlace.layers.forward_context import ForwardContext
+
+logger = logging.getLogger(__name__)
 
 
 class ExampleConnector(KVConnectorBase_V1):
@@ -67,6 +74,7 @@ class ExampleConnector(KVConnectorBase_V1):
         self._index: FolderIndex | None = None
         self._scheduler_side: ExampleScheduler | None = None
         self._worker_side: ExampleWorker | None = None
+        self._has_refused_reset = False
         if role is KVConnectorRole.SCHEDULER:
             self._make_scheduler_side(vllm_config.block_size)
         else:
@@ -83,11 +91,20 @@ class ExampleConnector(KVConnectorBase_V1):
             self._index,
             self._tally,
             block_size=block_size,
+            longest_run=self._longest_run(),
             load_async=self.options.load_async,
             may_load=self._kv_transfer_config.is_kv_consumer,
             may_save=self._kv_transfer_config.is_kv_producer,
         )
         self._index.start()
+
+    def _longest_run(self) -> int:
+        """Most blocks of one save."""
+        if self._kv_cache_config is None:
+            return MAX_RUN_BLOCKS
+        (group,) = self._kv_cache_config.kv_cache_groups
+        block_bytes = len(group.layer_names) * group.kv_cache_spec.page_size_bytes
+        return max_run_blocks(block_bytes, self.options.queue_bytes)
 
     def _make_worker_side(self) -> None:
         from interlace.connectors.example_worker import ExampleWorker
@@ -101,7 +118,12 @@ class ExampleConnector(KVConnectorBase_V1):
                     " a shared_storage_path that this user may create and write, or kv_role"
                     " 'kv_consumer' to load only."
                 ) from error
-        self._worker_side = ExampleWorker(self._folders, self._tally, self.options)
+        self._worker_side = ExampleWorker(
+            self._folders,
+            self._tally,
+            self.options,
+            may_save=self._kv_transfer_config.is_kv_producer,
+        )
 
     @property
     def counters(self) -> KVFolderCounters:
@@ -152,6 +174,21 @@ class ExampleConnector(KVConnectorBase_V1):
         """True while a save of the request is open."""
         return self._scheduler.request_finished(request, block_ids)
 
+    def reset_cache(self) -> bool:
+        """False: nothing is forgotten, since other processes may share the directory.
+
+        To forget what is stored, close the engines that use the directory and remove it, or open
+        an engine with another `shared_storage_path`.
+        """
+        if not self._has_refused_reset:
+            self._has_refused_reset = True
+            logger.warning(
+                "KV in %s is not removed by a reset, since other processes may share it: to forget"
+                " it, remove the directory, or choose another shared_storage_path.",
+                self.options.root,
+            )
+        return False
+
     # ---------------------------------------------------------------- worker side
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
@@ -173,7 +210,7 @@ class ExampleConnector(KVConnectorBase_V1):
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Copy the layer from host memory into its pages, as soon as it has been read."""
-        self._worker.loads.wait_for_layer(layer_name)
+        self._worker.step_loads.wait_for_layer(layer_name)
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
@@ -188,11 +225,12 @@ class ExampleConnector(KVConnectorBase_V1):
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """Requests without open saves, and asynchronous loads that are in the pages now."""
         self._worker.start(self._metadata)
-        return set(self._metadata.release) or None, self._worker.loads.take_received() or None
+        received = self._worker.background_loads.take_received()
+        return set(self._metadata.release) or None, received or None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Blocks of pieces of which any layer failed."""
-        return self._worker.loads.take_invalid()
+        return self._worker.take_invalid()
 
     def build_connector_worker_meta(self) -> ExampleWorkerMetadata | None:
         """What was copied, what has ended, which folders failed."""

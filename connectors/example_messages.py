@@ -53,7 +53,7 @@ class ExampleMetadata(KVConnectorMetadata):
     discard: frozenset[int] = frozenset()
     """Saves of earlier steps that must not."""
     release: frozenset[str] = frozenset()
-    """Ended requests whose blocks were kept, and of whom no save is open: report them as sent."""
+    """Requests that were held until now, and whose last save has ended: report them as sent."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -65,6 +65,8 @@ class LostFolder:
     """Of what was read: if it is still there, it is not to be tried again."""
     was_removed: bool
     """It was damaged; else it has gone, or could not be read or removed."""
+    retry_s: float
+    """After so many seconds it may be promised again, at once if it is another one."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -1,15 +1,22 @@
 """Which blocks ExampleConnector saves, and what becomes of each save. Scheduler side.
 
+Blocks of a prompt are saved in the step that fills them. Blocks beyond it, with tokens that were
+generated, fill one by one, and a folder for each would cost more than it holds: they are gathered
+until a run of `GATHERED_BLOCKS` is there, or the request ends. Gathering only means not to look
+yet: the blocks are the request's own and hold still, and what a preemption takes is computed, and
+gathered, again.
+
 A save lives through four messages: planned in a step's metadata and copied in that step; reported
 as copied with the step's output; allowed in a later step's metadata, unless a block at or beneath
-it turned out bad; and reported as ended. Until then its request's blocks are kept, not because
-they are still read, but so that the engine runs the steps that carry the messages.
+it turned out bad; and reported as ended. A request that ends before is held until then: in part
+because its last blocks are copied in the next step, and for the rest so that the engine runs the
+steps that carry the messages.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from interlace.connectors.example_messages import Save
 from interlace.connectors.kv_folders.counters import Tally
@@ -18,7 +25,16 @@ from interlace.connectors.kv_folders.writer import EndedSave, SaveEnd
 from interlace.engine.request import Request
 
 MAX_RUN_BLOCKS = 64
-"""A longer run becomes several folders, so that no single save fills the writer's queue."""
+"""A longer run becomes several folders."""
+QUEUE_SHARE = 4
+"""No run takes more than this part of the writer's queue, unless one block does."""
+GATHERED_BLOCKS = 8
+"""Length of a run of blocks beyond the prompt."""
+
+
+def max_run_blocks(block_bytes: int, queue_bytes: int) -> int:
+    """Most blocks of a run; `block_bytes` is one block of all layers."""
+    return max(1, min(MAX_RUN_BLOCKS, queue_bytes // QUEUE_SHARE // block_bytes))
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -29,13 +45,14 @@ class Tracked:
     block_ids: list[int] = dataclasses.field(default_factory=list)
     """All of its blocks in order of position; empty while it is preempted."""
     num_settled: int = 0
-    """Blocks at the front that need no look: stored, being saved, or given up."""
+    """Blocks at the front that need no look: stored, being saved, or given up. Blocks that are
+    being gathered are not among them."""
     is_loading: bool = False
     """An asynchronous load is under way."""
     load_failed: bool = False
     open_saves: set[int] = dataclasses.field(default_factory=set)
-    is_kept: bool = False
-    """It has ended, and its blocks are kept until no save is open."""
+    is_held: bool = False
+    """It has ended, and its blocks stay until no save is open."""
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -62,39 +79,84 @@ class SaveOrders:
 class SavePlanner:
     """Every save that is planned ends exactly once. Event loop only."""
 
-    def __init__(self, index: FolderIndex, tally: Tally) -> None:
+    def __init__(
+        self, index: FolderIndex, tally: Tally, *, block_size: int, longest_run: int
+    ) -> None:
+        """`block_size` is in tokens, `longest_run` in blocks."""
         self._index = index
         self._tally = tally
+        self._block_size = block_size
+        self._longest_run = longest_run
         self._open: dict[int, _OpenSave] = {}
         self._being_saved: dict[bytes, int] = {}  # block hash -> save
+        self._arriving: set[bytes] = set()  # hashes of blocks that the next step is to load
         self._last_save_id = 0
         self._orders = SaveOrders()
 
     def take_orders(self) -> SaveOrders:
         """What the worker side is to be told, once."""
         orders, self._orders = self._orders, SaveOrders()
+        self._arriving.clear()
         return orders
 
-    def plan(self, tracked: Tracked, num_filled_before: int, num_filled: int) -> None:
+    def expect(self, block_hashes: Iterable[bytes]) -> None:
+        """The next step loads these blocks: until it is over they hold nothing to save, even if
+        the index should forget meanwhile that they are stored."""
+        self._arriving.update(block_hashes)
+
+    def plan(
+        self, tracked: Tracked, num_filled_before: int, num_filled: int, *, is_last: bool = False
+    ) -> None:
         """Plan saves of a request's blocks that are neither stored nor being saved.
 
         `num_filled` blocks are full when the step ends, `num_filled_before` when it begins. A
         block whose last token is still being sampled has no hash yet: a later plan finds it.
+        `is_last`: there is no later plan, so what was gathered is saved.
         """
+        end = min(num_filled, len(tracked.request.block_hashes), len(tracked.block_ids))
+        settled = end
+        for begin, stop in self._runs(tracked, end):
+            if stop == end and not is_last and self._may_grow(tracked, begin, stop):
+                settled = begin
+            else:
+                self._save(tracked, begin, stop, is_filled=stop <= num_filled_before)
+        tracked.num_settled = settled
+
+    def _runs(self, tracked: Tracked, end: int) -> Iterator[tuple[int, int]]:
+        """[begin, stop) of neighbours to save, before block `end`; none is longer than a run may
+        be, and none reaches over the end of the prompt."""
         hashes = tracked.request.block_hashes
-        end = min(num_filled, len(hashes), len(tracked.block_ids))
-        begin = None
-        for i in range(tracked.num_settled, end + 1):
-            wanted = i < end and not self._is_known(hashes[i])
-            if begin is not None and (not wanted or i - begin == MAX_RUN_BLOCKS):
-                self._save(tracked, begin, i, is_filled=i <= num_filled_before)
-                begin = None
-            if wanted and begin is None:
+        begin = tracked.num_settled
+        for i in range(begin, end + 1):
+            is_known = i < end and self._is_known(hashes[i])
+            is_full = i - begin == self._longest(tracked, begin)
+            if begin < i and (is_known or is_full or i in (end, self._prompt_end(tracked))):
+                yield begin, i
                 begin = i
-        tracked.num_settled = end
+            if is_known:
+                begin = i + 1
+
+    def _prompt_end(self, tracked: Tracked) -> int:
+        """Blocks that are full of prompt."""
+        return tracked.request.num_prompt_tokens // self._block_size
+
+    def _longest(self, tracked: Tracked, begin: int) -> int:
+        """Most blocks of a run that begins there."""
+        if begin < self._prompt_end(tracked):
+            return self._longest_run
+        return min(self._longest_run, GATHERED_BLOCKS)
+
+    def _may_grow(self, tracked: Tracked, begin: int, stop: int) -> bool:
+        """Whether the run lies beyond the prompt, and has room for more."""
+        is_generated = begin >= self._prompt_end(tracked)
+        return is_generated and stop - begin < self._longest(tracked, begin)
 
     def _is_known(self, block_hash: bytes) -> bool:
-        return block_hash in self._index or block_hash in self._being_saved
+        return (
+            block_hash in self._index
+            or block_hash in self._being_saved
+            or block_hash in self._arriving
+        )
 
     def _save(self, tracked: Tracked, begin: int, end: int, *, is_filled: bool) -> None:
         """Plan one save of the request's blocks [begin, end)."""
@@ -138,16 +200,16 @@ class SavePlanner:
                 self._orders.publish.add(save_id)
 
     def end(self, ended: EndedSave) -> None:
-        """A save has ended, in whatever way. The last one of an ended request lets it go."""
+        """A save has ended, in whatever way. A request is held until its last one has."""
         opened = self._open.pop(ended.save_id, None)
         if opened is None:
             return
         self._unmark(opened.save)
-        ended.end.count(self._tally, len(opened.save.block_hashes))
+        ended.count(self._tally)
         if ended.end is SaveEnd.PUBLISHED:
             self._index.add(ended.folder, ended.block_hashes)
         opened.owner.open_saves.discard(ended.save_id)
-        if opened.owner.is_kept and not opened.owner.open_saves:
+        if opened.owner.is_held and not opened.owner.open_saves:
             self._orders.release.add(opened.owner.request.request_id)
 
     def _unmark(self, save: Save) -> None:

@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Iterable
 
 from interlace.connectors.example_messages import ExampleMetadata, Save
-from interlace.connectors.example_save_planner import MAX_RUN_BLOCKS
+from interlace.connectors.example_save_planner import max_run_blocks
 from interlace.connectors.kv_folders.folders import Run
 from interlace.connectors.kv_folders.pages import LayerPages
 from interlace.connectors.kv_folders.staging import StagingPool
@@ -34,8 +34,10 @@ class _Copy:
 class WorkerSaves:
     """Repeated and missing layer hooks do no harm."""
 
-    def __init__(self, writer: FolderWriter) -> None:
+    def __init__(self, writer: FolderWriter, *, queue_bytes: int) -> None:
+        """`queue_bytes` is the writer's; it bounds a run here and in the planner alike."""
         self._writer = writer
+        self._queue_bytes = queue_bytes
         self._layers: dict[str, LayerPages] = {}
         self._indices: dict[str, int] = {}
         self._block_shape: tuple[int, ...] = ()
@@ -49,7 +51,9 @@ class WorkerSaves:
         self._indices = {name: index for index, name in enumerate(layers)}
         first = next(iter(layers.values()))
         self._block_shape, self._block_bytes = first.block_shape, first.block_bytes
-        self._staging = StagingPool(MAX_RUN_BLOCKS * len(layers) * self._block_bytes)
+        run_block_bytes = len(layers) * self._block_bytes
+        longest = max_run_blocks(run_block_bytes, self._queue_bytes)
+        self._staging = StagingPool(longest * run_block_bytes)
 
     def start(self, metadata: ExampleMetadata) -> None:
         """Pass on the verdicts on earlier saves, and copy what earlier steps filled."""

@@ -34,18 +34,20 @@ class ExampleScheduler:
         tally: Tally,
         *,
         block_size: int,
+        longest_run: int,
         load_async: bool,
         may_load: bool,
         may_save: bool,
     ) -> None:
-        """`index` was started. A producer may not load, a consumer may not save."""
+        """`index` was started. `block_size` is in tokens, `longest_run` of saved blocks in blocks.
+        A producer may not load, a consumer may not save."""
         self._index = index
         self._tally = tally
         self._block_size = block_size
         self._load_async = load_async
         self._may_load = may_load
         self._may_save = may_save
-        self._planner = SavePlanner(index, tally)
+        self._planner = SavePlanner(index, tally, block_size=block_size, longest_run=longest_run)
         self._requests: dict[str, Tracked] = {}
         self._num_local: dict[str, int] = {}  # request id -> tokens it had at its latest query
         self._loads: list[Load] = []  # for the next metadata
@@ -84,8 +86,10 @@ class ExampleScheduler:
         num_local = self._num_local.get(request.request_id, 0)
         first = num_local // self._block_size
         end = -(-(num_local + num_external_tokens) // self._block_size)
-        pieces = tuple(self._pieces(request.block_hashes[first:end], block_ids[first:end]))
+        hashes = request.block_hashes[first:end]
+        pieces = tuple(self._pieces(hashes, block_ids[first:end]))
         self._loads.append(Load(request.request_id, pieces, self._load_async))
+        self._planner.expect(hashes)
         tracked.is_loading = self._load_async
 
     def _pieces(self, hashes: Sequence[bytes], block_ids: Sequence[int]) -> Iterator[LoadPiece]:
@@ -145,7 +149,7 @@ class ExampleScheduler:
         if not isinstance(report, ExampleWorkerMetadata):
             return
         for lost in report.lost:
-            self._index.drop(lost.folder, lost.signature)
+            self._index.drop(lost.folder, lost.signature, lost.retry_s)
             self._tally.add(damaged_folders=lost.was_removed)
         self._tally.add(blocks_loaded=report.num_loaded)
         self._planner.allow(report.copied)
@@ -162,9 +166,10 @@ class ExampleScheduler:
     def request_finished(
         self, request: Request, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Keep the request while a save of it is open; plan what is known to be full only now.
+        """Hold the request while a save of it is open; plan what was gathered, or is known to be
+        full only now: it is copied in the next step.
 
-        Plan nothing of a request that failed. Keep none that still loads: the end of its load
+        Plan nothing of a request that failed. Hold none that still loads: the end of its load
         frees its blocks, and no second report may come.
         """
         self._num_local.pop(request.request_id, None)
@@ -175,9 +180,9 @@ class ExampleScheduler:
         if self._may_save and tracked.block_ids and not failed:
             tracked.block_ids = list(block_ids)
             num_filled = request.num_computed_tokens // self._block_size
-            self._planner.plan(tracked, num_filled, num_filled)
-        tracked.is_kept = bool(tracked.open_saves)
-        return tracked.is_kept, None
+            self._planner.plan(tracked, num_filled, num_filled, is_last=True)
+        tracked.is_held = bool(tracked.open_saves)
+        return tracked.is_held, None
 
     def __repr__(self) -> str:
         return f"<ExampleScheduler requests={len(self._requests)} {self._planner!r}>"

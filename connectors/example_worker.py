@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from interlace.connectors.example_loads import WorkerLoads
-from interlace.connectors.example_messages import ExampleMetadata, ExampleWorkerMetadata
+from interlace.connectors.example_background_loads import BackgroundLoads
+from interlace.connectors.example_messages import ExampleMetadata, ExampleWorkerMetadata, Load
 from interlace.connectors.example_options import ExampleConnectorOptions
+from interlace.connectors.example_pieces import LoadReports, Piece
 from interlace.connectors.example_saves import WorkerSaves
+from interlace.connectors.example_step_loads import StepLoads
 from interlace.connectors.kv_folders.counters import Tally
 from interlace.connectors.kv_folders.folders import KVFolders
 from interlace.connectors.kv_folders.pages import layer_pages
@@ -23,12 +25,25 @@ _CLOSE_S = 10.0
 class ExampleWorker:
     """Hooks may come repeatedly, or not at all: a step begins once, however it is told."""
 
-    def __init__(self, folders: KVFolders, tally: Tally, options: ExampleConnectorOptions) -> None:
-        """Starts the writer and the reader threads."""
+    def __init__(
+        self,
+        folders: KVFolders,
+        tally: Tally,
+        options: ExampleConnectorOptions,
+        *,
+        may_save: bool,
+    ) -> None:
+        """Starts the writer thread; a consumer has none, and no memory for copies."""
         self._folders = folders
+        self._tally = tally
         self._begun: ExampleMetadata | None = None
-        self.loads = WorkerLoads(folders, tally, deadline_s=options.deadline_s)
-        self._saves = WorkerSaves(FolderWriter(folders, tally, queue_bytes=options.queue_bytes))
+        self._reports = LoadReports(tally)
+        self.step_loads = StepLoads(self._reports, deadline_s=options.deadline_s)
+        self.background_loads = BackgroundLoads(self._reports, deadline_s=options.deadline_s)
+        self.saves: WorkerSaves | None = None
+        if may_save:
+            writer = FolderWriter(folders, tally, queue_bytes=options.queue_bytes)
+            self.saves = WorkerSaves(writer, queue_bytes=options.queue_bytes)
 
     def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Raises: `ConnectorError` for pages that files of our identity cannot hold."""
@@ -43,40 +58,62 @@ class ExampleWorker:
             raise ConnectorError(
                 "register_kv_caches: KV folders hold one block shape, the same in all layers."
             )
-        self.loads.register(layers)
-        self._saves.register(layers)
+        self.step_loads.register(layers)
+        self.background_loads.register(layers)
+        if self.saves is not None:
+            self.saves.register(layers)
 
     def start(self, metadata: ExampleMetadata) -> None:
         """Begin a step, unless it has begun."""
         if metadata is self._begun:
             return
         self._begun = metadata
-        self.loads.start(metadata.loads)
-        self._saves.start(metadata)
+        within = [load for load in metadata.loads if not load.is_async]
+        self.step_loads.start(piece for load in within for piece in self._open(load))
+        for load in metadata.loads:
+            if load.is_async:
+                self.background_loads.start(load.request_id, self._open(load))
+        if self.saves is not None:
+            self.saves.start(metadata)
+
+    def _open(self, load: Load) -> list[Piece]:
+        return [Piece(piece, self._folders, self._tally) for piece in load.pieces]
 
     @property
     def has_layer_work(self) -> bool:
         """Whether this step loads or copies layer by layer."""
-        return self.loads.has_layer_work or self._saves.has_layer_work
+        saves = self.saves is not None and self.saves.has_layer_work
+        return saves or self.step_loads.has_layer_work
 
     def copy_layer(self, layer_name: str) -> None:
         """The layer's new KV has been written."""
-        self._saves.copy_layer(layer_name)
+        if self.saves is not None:
+            self.saves.copy_layer(layer_name)
 
     def finish_saves(self) -> None:
         """The forward is over."""
-        self._saves.finish_step()
+        if self.saves is not None:
+            self.saves.finish_step()
+
+    def take_invalid(self) -> set[int]:
+        """The step's loads are over: blocks that these, or loads across steps, did not fill."""
+        self.step_loads.finish()
+        return self._reports.take_invalid()
 
     def report(self) -> ExampleWorkerMetadata | None:
         """What the scheduler side is to know of this step; None if there is nothing."""
-        self._saves.finish_step()
-        copied, ended = self._saves.take_copied(), self._saves.take_ended()
-        lost, num_loaded = self.loads.take_lost(), self.loads.take_num_loaded()
-        if not (copied or ended or lost or num_loaded):
-            return None
-        return ExampleWorkerMetadata(copied, ended, lost, num_loaded)
+        self.finish_saves()
+        report = ExampleWorkerMetadata(
+            copied=() if self.saves is None else self.saves.take_copied(),
+            ended=() if self.saves is None else self.saves.take_ended(),
+            lost=self._reports.take_lost(),
+            num_loaded=self._reports.take_num_loaded(),
+        )
+        return None if report == ExampleWorkerMetadata() else report
 
     def close(self) -> None:
         """Write what was allowed, for some seconds; may be repeated."""
-        self.loads.close()
-        self._saves.close(_CLOSE_S)
+        self.step_loads.close()
+        self.background_loads.close()
+        if self.saves is not None:
+            self.saves.close(_CLOSE_S)

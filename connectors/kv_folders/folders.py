@@ -13,6 +13,7 @@ import os
 import re
 import secrets
 import shutil
+import stat
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -67,8 +68,6 @@ class KVFolders:
 
     def prepare(self) -> None:
         """Create what writing needs, and try it. Raises: `OSError`."""
-        for folder in (self.base.parent, self.base, self.tmp):
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._new_temporary().rmdir()
 
     def path_of(self, first_hash: bytes) -> Path:
@@ -119,7 +118,7 @@ class KVFolders:
         """
         target = self.path_of(manifest.block_hashes[0])
         try:
-            target.parent.mkdir(mode=0o700, exist_ok=True)
+            self._make(target.parent)
             if self._rename(temporary, target):
                 return target, manifest
             winner = self._winner(target)
@@ -131,6 +130,8 @@ class KVFolders:
         self.discard(temporary)
         if winner is None:
             raise OSError(errno.EEXIST, "a damaged folder cannot be replaced", str(target))
+        if winner.identity != self.identity:
+            raise OSError(errno.EEXIST, "a folder of another identity is in the way", str(target))
         return target, winner
 
     def _rename(self, temporary: Path, target: Path) -> bool:
@@ -157,9 +158,21 @@ class KVFolders:
     # ---------------------------------------------------------------- reading
 
     def signature(self, folder: Path) -> Signature:
-        """Take it before reading what may have to be removed. Raises: `OSError`."""
+        """Take it before reading what may have to be removed.
+
+        Raises: `OSError`, of which `NotADirectoryError` for what is no folder.
+        """
         status = folder.stat()
+        if not stat.S_ISDIR(status.st_mode):
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(folder))
         return Signature(status.st_ino, status.st_mtime_ns)
+
+    def is_still(self, folder: Path, signature: Signature) -> bool:
+        """Whether the folder is there, and the one that had this signature."""
+        try:
+            return self.signature(folder) == signature
+        except OSError:
+            return False
 
     def manifest(self, folder: Path) -> Manifest:
         """Raises: `DamagedFileError` (also without a manifest), `OSError`."""
@@ -208,9 +221,11 @@ class KVFolders:
         Renamed away first, so that nobody sees half of it, and looked at then: a newer folder of
         the same name is put back. Whether it was removed; an undeletable one is left.
         """
+        if not self.is_still(folder, signature):
+            return False
         grave = self.tmp / self._unique_name()
         try:
-            self.tmp.mkdir(mode=0o700, exist_ok=True)
+            self._make(self.tmp)
             folder.rename(grave)
             if self.signature(grave) != signature:
                 with contextlib.suppress(OSError):
@@ -239,8 +254,14 @@ class KVFolders:
 
     def _new_temporary(self) -> Path:
         folder = self.tmp / self._unique_name()
+        self._make(self.tmp)
         folder.mkdir(mode=0o700)
         return folder
+
+    def _make(self, folder: Path) -> None:
+        """Create a folder below `base`, and all above it: they may be removed at any time."""
+        for one in (self.base.parent, self.base, folder):
+            one.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     def _unique_name(self) -> str:
         return f"{os.getpid()}-{secrets.token_hex(8)}"

@@ -55,7 +55,8 @@ class ReaderThread:
     def __init__(
         self, name: str, *, deadline_s: float, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """Starts the thread. `deadline_s` is the longest time without a `tick`."""
+        """Starts nothing: the thread begins with the first reading. `deadline_s` is the longest
+        time without a `tick`."""
         self._deadline_s = deadline_s
         self._clock = clock
         self._ticked_at = clock()
@@ -63,12 +64,15 @@ class ReaderThread:
         # Its users ask for a second reading ahead of the first at most, and for none if it hangs.
         self._queue: queue.SimpleQueue[Reading[object] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
+        self._has_begun = False
 
     def ask(self, work: Callable[[], T]) -> Reading[T]:
         """Run `work` after what was asked for before."""
         if not self.is_busy:
             self.tick()
+        if not self._has_begun:
+            self._has_begun = True
+            self._thread.start()
         reading = Reading(work)
         self._last = reading  # type: ignore[assignment]  # whatever the result's type
         self._queue.put(reading)  # type: ignore[arg-type]

@@ -8,6 +8,7 @@ type for bfloat16. Anything that reads safetensors reads these files.
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 import math
 import os
@@ -86,18 +87,26 @@ def read_tensor(path: Path, dtype: str, shape: tuple[int, ...], expected: Tensor
     head = header(dtype, shape)
     if expected.num_bytes != len(head) + _data_bytes(dtype, shape):
         raise DamagedFileError(f"the manifest's size of {path.name} does not fit its shape")
-    data = np.empty(expected.num_bytes, dtype=np.uint8)
-    with path.open("rb", buffering=0) as file:
-        if os.fstat(file.fileno()).st_size != expected.num_bytes:
-            raise DamagedFileError(f"{path.name} has another size than its manifest says")
-        num_read = 0
-        while num_read < len(data):
-            added = file.readinto(data.data[num_read:])
-            if not added:
-                raise DamagedFileError(f"{path.name} ended while it was read")
-            num_read += added
+    try:
+        with path.open("rb", buffering=0) as file:
+            data = _read_all(file, path.name, expected.num_bytes)
+    except (FileNotFoundError, IsADirectoryError) as error:
+        raise DamagedFileError(f"{path.name} is missing") from error
     if xxhash.xxh3_128_hexdigest(data.data) != expected.xxh3_128:
         raise DamagedFileError(f"{path.name} has another digest than its manifest says")
     if data[: len(head)].tobytes() != head:
         raise DamagedFileError(f"{path.name} holds a tensor of another type or shape")
     return data[len(head) :]
+
+
+def _read_all(file: io.FileIO, name: str, num_bytes: int) -> ByteArray:
+    if os.fstat(file.fileno()).st_size != num_bytes:
+        raise DamagedFileError(f"{name} has another size than its manifest says")
+    data = np.empty(num_bytes, dtype=np.uint8)
+    num_read = 0
+    while num_read < len(data):
+        added = file.readinto(data.data[num_read:])
+        if not added:
+            raise DamagedFileError(f"{name} ended while it was read")
+        num_read += added
+    return data

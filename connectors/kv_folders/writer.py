@@ -26,26 +26,30 @@ MAX_SAVES = 64
 
 
 class SaveEnd(enum.Enum):
-    """How a save ended. The value is the counter for it."""
+    """How a save ended. The value is the counter that it adds to."""
 
     PUBLISHED = "blocks_saved"
     QUEUE_FULL = "saves_dropped_queue_full"
     ERROR = "saves_dropped_error"
     DISCARDED = "saves_dropped_bad_blocks"
 
-    def count(self, tally: Tally, num_blocks: int) -> None:
-        """Count a save of so many blocks."""
-        tally.add(**{self.value: num_blocks if self is SaveEnd.PUBLISHED else 1})
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class EndedSave:
-    """The last word on a save. Folder and hashes, of what is visible now, only if PUBLISHED."""
+    """The last word on a save. All but the first two only if PUBLISHED."""
 
     save_id: int
     end: SaveEnd
+    num_blocks: int = 0
+    """Of the run that was handed in."""
     folder: str = ""
     block_hashes: tuple[bytes, ...] = ()
+    """Of what is visible in the folder now: another process may have been faster."""
+
+    def count(self, tally: Tally) -> None:
+        """Published blocks count each; a run that was dropped counts as one."""
+        num = self.num_blocks if self.end is SaveEnd.PUBLISHED else 1
+        tally.add(**{self.end.value: num})
 
 
 class FolderWriter:
@@ -83,9 +87,8 @@ class FolderWriter:
                 self._open.add(save_id)
                 self._bytes_waiting += num_bytes
         if full:
-            self._complain("it is behind: %d bytes are waiting", self._bytes_waiting)
-            SaveEnd.QUEUE_FULL.count(self._tally, 0)
-            self._ended.append(EndedSave(save_id, SaveEnd.QUEUE_FULL))
+            self._complain(f"the writer is behind, {self._bytes_waiting} bytes are waiting")
+            self._end(EndedSave(save_id, SaveEnd.QUEUE_FULL))
         return not full
 
     def write(self, save_id: int, run: Run) -> None:
@@ -145,32 +148,33 @@ class FolderWriter:
         except Exception as error:  # noqa: BLE001 - as above
             self._fail(save_id, error)
             return
-        SaveEnd.PUBLISHED.count(self._tally, len(written[1].block_hashes))
-        self._end(EndedSave(save_id, SaveEnd.PUBLISHED, str(folder), manifest.block_hashes))
+        num_blocks = len(written[1].block_hashes)
+        visible = manifest.block_hashes
+        self._end(EndedSave(save_id, SaveEnd.PUBLISHED, num_blocks, str(folder), visible))
 
     def _discard(self, save_id: int) -> None:
         written = self._written.pop(save_id, None)
         if written is None:
             return
         self._folders.discard(written[0])
-        SaveEnd.DISCARDED.count(self._tally, 0)
         self._end(EndedSave(save_id, SaveEnd.DISCARDED))
 
     def _fail(self, save_id: int, error: Exception) -> None:
-        self._complain("%s", error)
-        SaveEnd.ERROR.count(self._tally, 0)
+        self._complain(str(error) or repr(error))
         self._end(EndedSave(save_id, SaveEnd.ERROR))
 
     def _end(self, ended: EndedSave) -> None:
         with self._lock:
             self._open.discard(ended.save_id)
+        ended.count(self._tally)
         self._ended.append(ended)
 
-    def _complain(self, why: str, *args: object) -> None:
+    def _complain(self, why: str) -> None:
         """Once; the counters tell the rest."""
         if not self._has_complained:
             self._has_complained = True
             logger.warning(
-                f"KV is not saved to {self._folders.base}: {why}. Further ones are only counted.",
-                *args,
+                "KV was not saved to %s: %s. Further runs that are not saved are only counted.",
+                self._folders.base,
+                why,
             )

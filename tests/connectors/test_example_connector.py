@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 import time
 from pathlib import Path
@@ -164,13 +165,38 @@ def test_with_two_steps_in_flight_a_block_is_saved_when_its_tokens_are_known(
         request.append_output(50)
         engine.apply(ahead)
         request.append_output(51)
-        (save,) = engine.step({request: 1}).message.kv_connector_metadata.saves
+        assert not engine.step({request: 1}).message.kv_connector_metadata.saves, "it is gathered"
+        assert engine.finish(request)
+        (save,) = engine.step().message.kv_connector_metadata.saves
         assert save.is_filled
         assert save.block_hashes == (request.block_hashes[1],)
-        assert engine.finish(request), "nobody has allowed the second block yet"
         engine.settle()
     with ExampleEngine(example_config(tmp_path)) as engine:
         assert engine.run([*range(7), 50, 51, 52]) == 8
+
+
+def test_with_two_steps_in_flight_a_gathered_run_is_copied_when_its_tokens_are_known(
+    tmp_path: Path,
+) -> None:
+    tokens = [*range(4), *range(50, 90)]
+    saves = []
+    with ExampleEngine(example_config(tmp_path)) as engine:
+        request = engine.request(range(4))
+        engine.admit(request)
+        engine.step({request: 4})
+        for token in tokens[4:]:  # each step computes a token that is known when it has ended
+            step = engine.plan({request: 1})
+            saves += step.message.kv_connector_metadata.saves
+            engine.execute(step, {request.request_id: tokens})
+            request.append_output(token)
+            engine.apply(step)
+        (save,) = saves
+        assert save.is_filled
+        assert save.block_hashes == tuple(request.block_hashes[1:9])
+        assert engine.finish(request)
+        engine.settle()
+    with ExampleEngine(example_config(tmp_path)) as engine:
+        assert engine.run([*tokens, 1]) == 44
 
 
 def test_what_is_known_only_at_the_end_is_saved_after_it(tmp_path: Path) -> None:
@@ -312,6 +338,44 @@ def test_b41_what_goes_between_query_and_allocation_is_an_invalid_block(tmp_path
         assert engine.invalid == ids
         engine.step({request: 9})
         engine.check(request)
+
+
+def test_a_reset_says_that_nothing_is_forgotten_and_once_why(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    store(tmp_path, range(9))
+    with ExampleEngine(example_config(tmp_path)) as engine:
+        for _ in range(2):
+            assert engine.scheduler.reset_cache() is False
+        assert engine.match(engine.request(range(9))) == (8, False)
+    (record,) = caplog.records
+    assert "other processes may share it" in record.getMessage()
+    assert "shared_storage_path" in record.getMessage()
+
+
+def test_a_block_is_not_saved_in_the_step_that_loads_it(tmp_path: Path) -> None:
+    """Even if the index forgets meanwhile that it is stored: the copy would be made too early."""
+    store(tmp_path, range(9))
+    with ExampleEngine(example_config(tmp_path, refresh_s=1000.0)) as engine:
+        request = engine.request(range(9))
+        index = engine.scheduler._index
+        assert engine.admit(request) == 8
+        assert index is not None
+        index._forget([str(folder) for folder in folders(tmp_path)])
+        step = engine.step({request: 1})
+        assert not step.message.kv_connector_metadata.saves
+        assert not engine.invalid
+        engine.check(request)
+
+
+def test_a_directory_that_is_removed_is_made_again(tmp_path: Path) -> None:
+    root = tmp_path / "a" / "b"
+    with ExampleEngine(example_config(root)) as engine:
+        for start in (0, 50, 100):
+            engine.run(range(start, start + 9))
+            assert len(folders(root)) == 1
+            shutil.rmtree(tmp_path / "a")
+        assert engine.worker.counters.saves_dropped_error == 0
 
 
 def test_nothing_is_left_when_all_requests_have_ended(tmp_path: Path) -> None:

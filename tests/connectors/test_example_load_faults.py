@@ -222,21 +222,40 @@ def test_b22_b26_a_read_that_raises_fails_the_load_and_nothing_else(
         assert engine.run([*PROMPT, 99]) in (0, 16)
 
 
-def test_too_many_open_files_is_no_reason_to_remove_a_folder(
-    chain: tuple[Path, Path, Path], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("load_async", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("method", ["read_layer", "manifest", "signature"])
+@pytest.mark.parametrize(
+    "code",
+    [errno.EMFILE, errno.ENOMEM, errno.ETIMEDOUT, errno.ESTALE, errno.EACCES, errno.EIO],
+    ids=lambda code: errno.errorcode[code],
+)
+def test_only_what_is_really_damaged_is_removed(
+    chain: tuple[Path, Path, Path],
+    monkeypatch: pytest.MonkeyPatch,
+    load_async: bool,
+    method: str,
+    code: int,
 ) -> None:
+    """All that may pass fails the load, and leaves good KV where it is, to be tried again."""
     root, first, second = chain
 
-    def read_layer(*_: object) -> None:
-        raise OSError(errno.EMFILE, "too many open files")
+    def fail(*_: object) -> None:
+        raise OSError(code, "no")
 
-    with ExampleEngine(example_config(root)) as engine:
+    with ExampleEngine(example_config(root, load_async=load_async)) as engine:
         request = engine.request(PROMPT)
         engine.match(request)
+        index = engine.scheduler._index
+        assert index is not None
         with monkeypatch.context() as patch:
-            patch.setattr(KVFolders, "read_layer", read_layer)
-            _work(engine, request, load_async=False)
+            patch.setattr(KVFolders, method, fail)
+            _work(engine, request, load_async)
+        assert engine.invalid == {block.block_id for block in request.blocks[:4]}
+        engine.check(request)
         assert engine.worker.counters.damaged_folders == 0
+        assert engine.match(engine.request(PROMPT)) == (0, False), "not at once"
+        index._clock = lambda: time.monotonic() + 61
+        engine.match_at_last(engine.request(PROMPT), 16)
     assert first.exists()
     assert second.exists()
 
@@ -272,9 +291,9 @@ def test_b62_a_read_that_hangs_fails_within_the_deadline_and_others_at_once(
             assert engine.invalid == {block.block_id for block in request.blocks[:4]}
             engine.check(request)
         hanging.set()
-        reader = engine.worker._worker.loads
+        worker = engine.worker._worker
         end = time.monotonic() + 20
-        while reader._sync_reader.is_busy or reader._async_reader.is_busy:
+        while worker.step_loads._reader.is_busy or worker.background_loads._reader.is_busy:
             assert time.monotonic() < end
             time.sleep(0.005)
         engine.invalid.clear()

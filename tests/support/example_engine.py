@@ -92,7 +92,7 @@ class ExampleEngine:
         self.worker = ExampleConnector(config, KVConnectorRole.WORKER, cache)
         self.worker.register_kv_caches(self.pages)
         self.free = list(range(1, num_blocks))
-        self.kept: dict[str, Request] = {}
+        self.held: dict[str, Request] = {}
         self.num_computed: dict[str, int] = {}
         self.sent: list[str] = []
         self.received: list[str] = []
@@ -177,18 +177,18 @@ class ExampleEngine:
     def finish(
         self, request: Request, status: RequestStatus = RequestStatus.FINISHED_LENGTH_CAPPED
     ) -> bool:
-        """End a request; whether its blocks are kept."""
+        """End a request; whether its blocks are held."""
         request.status = status
         request.num_computed_tokens = self.num_computed.get(request.request_id, 0)
         ids = [block.block_id for block in request.blocks]
-        is_kept, params = self.scheduler.request_finished(request, ids)
+        is_held, params = self.scheduler.request_finished(request, ids)
         assert params is None
         self._finished.add(request.request_id)
-        if is_kept:
-            self.kept[request.request_id] = request
+        if is_held:
+            self.held[request.request_id] = request
         else:
             self.release(request)
-        return is_kept
+        return is_held
 
     def release(self, request: Request) -> None:
         """Hand the blocks on, and paint them, so that late reads and writes show."""
@@ -306,7 +306,7 @@ class ExampleEngine:
         self.received += sorted(output.finished_recving or ())
         for request_id in sorted(output.finished_sending or ()):
             self.sent.append(request_id)
-            self.release(self.kept.pop(request_id))
+            self.release(self.held.pop(request_id))
 
     def _truncate(self, request: Request, invalid: set[int]) -> None:
         for index, block in enumerate(request.blocks):
@@ -350,8 +350,8 @@ class ExampleEngine:
         return num_external
 
     def settle(self) -> None:
-        """Empty steps until nothing is kept."""
-        self.until(lambda: not self.kept)
+        """Empty steps until nothing is held."""
+        self.until(lambda: not self.held)
 
     def until(self, condition: Any) -> None:
         end = time.monotonic() + PATIENCE_S
