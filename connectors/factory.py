@@ -8,6 +8,7 @@ object to the engine. Method names and arguments are vLLM's.
 from __future__ import annotations
 
 import difflib
+import enum
 import importlib
 import inspect
 import logging
@@ -19,6 +20,11 @@ from interlace.engine.errors import ConfigError, InterlaceError
 from interlace.engine.kv_connector import KVCacheConfig, KVConnectorRole
 
 logger = logging.getLogger(__name__)
+
+NHD = "NHD"
+"""Pages [block][K,V][token][kv head][head size]: vLLM's name for heads within tokens."""
+LAYOUTS = (None, NHD)
+"""What a connector may require; None for one that takes any."""
 
 
 class _Home(NamedTuple):
@@ -65,10 +71,12 @@ class KVConnectorFactory:
         role: KVConnectorRole,
         kv_cache_config: KVCacheConfig | None = None,
     ) -> KVConnectorBase_V1:
-        """One side of the connector that `config` names. Call it on the thread of that side.
+        """One side of the connector that `config` names. The engine makes both sides on the device
+        thread: a constructor may wait for files.
 
-        Raises: `ConfigError` if the class cannot be found or used, or its constructor raises;
-        what the constructor raises on purpose, an `InterlaceError`, comes out as it is.
+        Raises: `ConfigError` if the class cannot be found or used, its pages would have to lie
+        otherwise than they do, or its constructor raises; what the class raises on purpose, an
+        `InterlaceError`, comes out as it is.
         """
         if config.kv_transfer_config is None:
             raise ConfigError("there is no KV connector to make: set kv_transfer_config.")
@@ -76,7 +84,8 @@ class KVConnectorFactory:
         if is_old:
             self._tell_of_old_signature(cls)
         try:
-            return _construct(cls, is_old, config, role, kv_cache_config)
+            _check_layout(cls, config)
+            return _construct(cls, config, role, kv_cache_config)
         except InterlaceError:
             raise
         except Exception as error:
@@ -115,7 +124,7 @@ class KVConnectorFactory:
             cls = self.get_connector_class_by_name(name)
         else:
             cls = _load_class(module_path, name)
-        return cls, not _takes_kv_cache_config(cls)
+        return cls, _way_to_pass_kv_cache_config(cls) is _Way.NONE
 
     def _tell_of_old_signature(self, cls: type[KVConnectorBase_V1]) -> None:
         """Once per class, though each has two instances."""
@@ -168,34 +177,55 @@ def _checked(found: object, path: str) -> type[KVConnectorBase_V1]:
     return found
 
 
-def _takes_kv_cache_config(cls: type[KVConnectorBase_V1]) -> bool:
-    """Whether the constructor has a place for a third argument."""
-    parameters = inspect.signature(cls).parameters
-    if "kv_cache_config" in parameters:
-        return True
-    kinds = [parameter.kind for parameter in parameters.values()]
-    if {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD} & set(kinds):
-        return True
-    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return sum(kind in positional for kind in kinds) >= 3
+def _check_layout(cls: type[KVConnectorBase_V1], config: EngineConfig) -> None:
+    """Raises: `ConfigError` for a connector that needs pages of another layout than ours."""
+    layout = cls.get_required_kvcache_layout(config)
+    if layout not in LAYOUTS:
+        raise ConfigError(
+            f"the KV connector {cls.__name__} needs the KV-cache layout {layout!r}, which does not"
+            f" exist here: get_required_kvcache_layout may return {NHD!r} or None, for any."
+        )
+
+
+class _Way(enum.Enum):
+    """How a constructor takes its third argument."""
+
+    NAME = enum.auto()
+    PLACE = enum.auto()
+    NONE = enum.auto()
+    """It takes two only."""
+
+
+def _way_to_pass_kv_cache_config(cls: type[KVConnectorBase_V1]) -> _Way:
+    """By name where it has that name or takes any, else by place where it has one, as vLLM does."""
+    signature = inspect.signature(cls)
+    fits_by_name = _fits(signature, None, None, kv_cache_config=None)
+    if fits_by_name and "kv_cache_config" in signature.parameters:
+        return _Way.NAME
+    if _fits(signature, None, None, None):
+        return _Way.PLACE
+    return _Way.NAME if fits_by_name else _Way.NONE
+
+
+def _fits(signature: inspect.Signature, *args: object, **kwargs: object) -> bool:
+    """Whether the arguments have places. It need not be all: what lacks is told by the call."""
+    try:
+        signature.bind_partial(*args, **kwargs)
+    except TypeError:
+        return False
+    return True
 
 
 def _construct(
     cls: type[KVConnectorBase_V1],
-    is_old: bool,
     config: EngineConfig,
     role: KVConnectorRole,
     kv_cache_config: KVCacheConfig | None,
 ) -> KVConnectorBase_V1:
-    """Pass the third argument by name where it has that name, and else by place, as vLLM does."""
-    if is_old:
-        return cls(config, role)
-    signature = inspect.signature(cls)
-    named = signature.parameters.get("kv_cache_config")
-    if named is not None and named.kind is not inspect.Parameter.POSITIONAL_ONLY:
-        return cls(config, role, kv_cache_config=kv_cache_config)
-    try:
-        signature.bind(config, role, kv_cache_config)
-    except TypeError:  # only **kwargs can take it
-        return cls(config, role, kv_cache_config=kv_cache_config)
-    return cls(config, role, kv_cache_config)
+    match _way_to_pass_kv_cache_config(cls):
+        case _Way.NAME:
+            return cls(config, role, kv_cache_config=kv_cache_config)
+        case _Way.PLACE:
+            return cls(config, role, kv_cache_config)
+        case _Way.NONE:
+            return cls(config, role)

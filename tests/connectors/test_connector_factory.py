@@ -77,6 +77,30 @@ class Incomplete(KVConnectorBase_V1):
     def get_num_new_matched_tokens(self, request, num_computed_tokens): return 0, False
     def update_state_after_alloc(self, request, blocks, num_external_tokens): ...
 
+class Loose(Base):
+    def __init__(self, vllm_config, role, extra=None, **kwargs):
+        super().__init__(vllm_config, role, **(kwargs or {"kv_cache_config": extra}))
+
+class ByPlace(Base):
+    def __init__(self, vllm_config, role, kv_cache_config, /):
+        super().__init__(vllm_config, role, kv_cache_config)
+
+class Heads(Base):
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config): return "NHD"
+
+class HeadsFirst(Base):
+    def __init__(self, *args): raise AssertionError("asked for before it is made")
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config):
+        assert vllm_config.kv_transfer_config is not None
+        return "HND"
+
+class NoLayout(Base):
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config): raise KeyError("layout")
+
 class Stranger: ...
 
 number = 3
@@ -140,7 +164,10 @@ def test_the_module_path_wins_over_the_registry() -> None:
     assert type(make("ScriptedConnector")).__module__ == "factory_plugin"
 
 
-@pytest.mark.parametrize("name", ["Base", "Renamed", "Star", "StarStar", "KeywordOnly", "Fourth"])
+@pytest.mark.parametrize(
+    "name",
+    ["Base", "Renamed", "Star", "StarStar", "KeywordOnly", "Fourth", "Loose", "ByPlace", "Heads"],
+)
 @pytest.mark.parametrize("role", [SCHEDULER, WORKER])
 def test_the_third_argument_arrives(name: str, role: KVConnectorRole) -> None:
     connector = make(name, role)
@@ -183,6 +210,8 @@ def test_compat_says_which_signature_a_class_has() -> None:
         ("Incomplete", "factory_plugin", "Incomplete lacks build_connector_meta, wait_for_save:"),
         ("KVConnectorBase_V1", "factory_plugin", "KVConnectorBase_V1 lacks build_connector_meta"),
         ("Greedy", "factory_plugin", "Greedy could not be made in the role WORKER: TypeError.*mor"),
+        ("HeadsFirst", "factory_plugin", "HeadsFirst needs .* 'HND', .* return 'NHD' or None"),
+        ("NoLayout", "factory_plugin", "NoLayout could not be made .*: KeyError: 'layout'"),
         ("Raises", "factory_plugin", "Raises could not be made in the role WORKER: OSError: no su"),
         (None, None, "set kv_connector"),
     ],
