@@ -8,6 +8,10 @@ from pathlib import Path
 from interlace.engine.config import KVTransferConfig
 from interlace.engine.options import Options
 
+_LONGEST_S = 86_400.0
+"""What is not looked at within a day is not meant to be waited for; threads can wait no longer
+than `threading.TIMEOUT_MAX`."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExampleConnectorOptions(Options):
@@ -20,7 +24,8 @@ class ExampleConnectorOptions(Options):
     refresh_s: float = 1.0
     """Seconds between two looks for what other processes stored."""
     queue_bytes: int = 256 << 20
-    """Most bytes that wait for the writer; what exceeds them is not saved."""
+    """Most bytes that wait for the writer; what exceeds them is not saved. Blocks are saved in
+    runs of at most a quarter of it, so the writer frees room while a long prompt comes in."""
     deadline_s: float = 5.0
     """Longest wait for the file system: for the first index, and for each file of a load."""
 
@@ -31,9 +36,9 @@ class ExampleConnectorOptions(Options):
             "shared_storage_path must name a directory: set it in kv_connector_extra_config.",
         )
         self.require(isinstance(self.load_async, bool), "load_async must be true or false.")
-        self.require_number("refresh_s", 0.01)
+        self.require_number("refresh_s", 0.01, _LONGEST_S)
         self.require_int("queue_bytes", 1)
-        self.require_number("deadline_s", 0.01)
+        self.require_number("deadline_s", 0.01, _LONGEST_S)
 
     @classmethod
     def of(cls, config: KVTransferConfig) -> ExampleConnectorOptions:

@@ -548,6 +548,8 @@ def test_b64_losing_the_race_is_success(tmp_path: Path, monkeypatch: pytest.Monk
         ({"load_asinc": True}, "Did you mean 'load_async'"),
         ({"load_async": "yes"}, "load_async must be true or false"),
         ({"refresh_s": 0}, "refresh_s"),
+        ({"refresh_s": 1e12}, "refresh_s"),
+        ({"deadline_s": 1e12}, "deadline_s"),
         ({"queue_bytes": 0}, "queue_bytes"),
         ({"deadline_s": "5"}, "deadline_s"),
     ],
