@@ -1,8 +1,9 @@
 """The base class of every KV connector: vLLM 0.20.2's names, signatures and defaults.
 
-An engine makes two instances of one class. The one in the role SCHEDULER is called on the event
-loop, the one in the role WORKER on the device thread; what passes between them is metadata and
-outputs. Scheduler-side methods must return at once: no file I/O, no waiting. When a method
+An engine makes two instances of one class, first the WORKER and then the SCHEDULER, both on the
+device thread, where it shuts both down again. Between those two calls the one in the role SCHEDULER
+is called on the event loop, the one in the role WORKER on the device thread; what passes between
+them is metadata and outputs. Scheduler-side methods must return at once: no file I/O, no waiting. When a method
 breaks its contract or raises, the error belongs to one request if the method was called for that
 request alone and nothing else depends on it (`get_num_new_matched_tokens`, `request_finished`);
 all else ends the engine with a `ConnectorError` that names the connector and the method.
@@ -89,8 +90,7 @@ class KVConnectorBase_V1(ABC):  # noqa: N801 - the protocol's name
         role: KVConnectorRole,
         kv_cache_config: KVCacheConfig | None = None,
     ) -> None:
-        """Called once per role before the first step: SCHEDULER on the loop's thread, WORKER on
-        the device's.
+        """Called once per role before the first step, on the device thread: it may wait for files.
 
         `vllm_config` is resolved: all of its parts can be read. Raises: `ConfigError` if it has
         no `kv_transfer_config`.
@@ -119,8 +119,8 @@ class KVConnectorBase_V1(ABC):  # noqa: N801 - the protocol's name
 
     @property
     def prefer_cross_layer_blocks(self) -> bool:
-        """Whether one tensor with all layers would be preferred. Interlace has one per layer and
-        always calls `register_kv_caches`."""
+        """Whether one tensor with all layers would be preferred. Not called by this version, which
+        has one per layer and always calls `register_kv_caches`."""
         return False
 
     # ---------------------------------------------------------------- worker side, once
@@ -135,13 +135,16 @@ class KVConnectorBase_V1(ABC):  # noqa: N801 - the protocol's name
     def register_cross_layers_kv_cache(  # noqa: B027
         self, kv_cache: torch.Tensor, attn_backend: type[Any]
     ) -> None:
-        """One tensor with all layers, in place of `register_kv_caches`; never both."""
+        """One tensor with all layers, in place of `register_kv_caches`; never both. Not called by
+        this version."""
 
     def set_host_xfer_buffer_ops(self, copy_operation: CopyBlocksOp) -> None:  # noqa: B027
-        """How to copy blocks between host and device; device thread, once, after registering."""
+        """How to copy blocks between host and device; device thread, once, after registering. Not
+        called by this version."""
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        """What the scheduler side is to know of this worker; once, after registering."""
+        """What the scheduler side is to know of this worker; once, after registering. Not called
+        by this version."""
         return None
 
     # ---------------------------------------------------------------- worker side, every step
@@ -230,11 +233,12 @@ class KVConnectorBase_V1(ABC):  # noqa: N801 - the protocol's name
         return set()
 
     def get_kv_connector_stats(self) -> Any:
-        """Statistics since the last call, or None; also asked of the scheduler side."""
+        """Statistics since the last call, or None; also asked of the scheduler side. Not called by
+        this version."""
         return None
 
     def get_kv_connector_kv_cache_events(self) -> Any:
-        """Cache events since the last call, or None."""
+        """Cache events since the last call, or None. Not called by this version."""
         return None
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
@@ -291,27 +295,31 @@ class KVConnectorBase_V1(ABC):  # noqa: N801 - the protocol's name
     def request_finished(
         self, request: Request, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """The request ended: whether its blocks must stay, and `kv_transfer_params` for its caller.
+        """The request ended: whether it is held, and `kv_transfer_params` for its caller.
 
-        Once per request, before its blocks are freed; `block_ids` is empty if it never held any.
-        True keeps them until `get_finished` reports the id as sent: never reported, never free. If
-        an asynchronous load of the request is under way, its blocks stay until that is reported.
+        Once per request, before its blocks are freed; `block_ids` is empty if it never had any.
+        The blocks of a held request stay its own until `get_finished` reports the id as sent:
+        never reported, never free. If an asynchronous load of the request is under way, it is held
+        until that is reported.
         After an exception the blocks are freed and the request ends with an error.
         """
         return False, None
 
     def take_events(self) -> Iterable[Any]:
-        """Cache events since the last call; whenever a step was applied."""
+        """Cache events since the last call; whenever a step was applied. Not called by this
+        version."""
         return ()
 
     def get_finished_count(self) -> int | None:
-        """How many workers report each id, once at the start; None means all."""
+        """How many workers report each id, once at the start; None means all. Not called by this
+        version, which has one worker."""
         return None
 
     def set_xfer_handshake_metadata(  # noqa: B027
         self, metadata: dict[int, KVConnectorHandshakeMetadata]
     ) -> None:
-        """Rank -> what `get_handshake_metadata` returned there, once at the start."""
+        """Rank -> what `get_handshake_metadata` returned there, once at the start. Not called by
+        this version."""
 
     def reset_cache(self) -> bool | None:
         """Forget all stored KV. Only an explicit False counts as failure."""
@@ -320,14 +328,17 @@ class KVConnectorBase_V1(ABC):  # noqa: N801 - the protocol's name
     # ---------------------------------------------------------------- both sides
 
     def shutdown(self) -> None:  # noqa: B027
-        """Release what the connector holds: once per instance, on its own thread, after all
-        steps."""
+        """Release what the connector has: once per instance, on the device thread, after all
+        steps, or when the engine could not be opened."""
 
     # ---------------------------------------------------------------- of the class
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: EngineConfig) -> str | None:
         """The layout of pages that the connector needs, or None if it takes any.
+
+        Asked before an instance is made. The one layout that exists is "NHD", pages [block][K,V]
+        [token][kv head][head size]; a connector that needs another is refused.
 
         Raises: `TypeError` on the base class, which needs none and has no say.
         """
@@ -337,12 +348,14 @@ class KVConnectorBase_V1(ABC):  # noqa: N801 - the protocol's name
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """Whether the layer hooks must run, so that a step is never one whole device graph."""
+        """Whether the layer hooks must run, so that a step is never one whole device graph. Not
+        called by this version, which has no such graphs."""
         return False
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> Any:
-        """A statistics object of this connector's kind, or None if it has none."""
+        """A statistics object of this connector's kind, or None if it has none. Not called by this
+        version."""
         return None
 
     @classmethod
@@ -353,5 +366,6 @@ class KVConnectorBase_V1(ABC):  # noqa: N801 - the protocol's name
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],
     ) -> Any:
-        """A Prometheus exporter of those statistics, or None if there is none."""
+        """A Prometheus exporter of those statistics, or None if there is none. Not called by this
+        version."""
         return None
