@@ -11,10 +11,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from example_engine import ExampleEngine, example_config, folders, store
 
-from interlace.connectors.kv_folders.folders import KVFolders
+from interlace.connectors.kv_folders.folders import KVFolders, Run
 from interlace.connectors.kv_folders.index import FolderIndex
 from interlace.engine.request import Request, RequestStatus
 
@@ -372,3 +373,92 @@ def example_identity(root: Path) -> Any:
     from interlace.connectors.kv_folders.identity import KVIdentity
 
     return KVIdentity.of(example_config(root))
+
+
+# ---------------------------------------------------------------- a source that goes meanwhile
+
+
+def _removed(folder: Path, root: Path) -> None:
+    folder.rename(root / "gone")
+
+
+def _half_removed(folder: Path, _: Path) -> None:
+    (folder / LAST_LAYER).unlink()
+
+
+def _written_anew(folder: Path, root: Path) -> None:
+    """The same blocks: what comes is as good as what was promised."""
+    shutil.copytree(folder, root / "copy")
+    shutil.rmtree(folder)
+    (root / "copy").rename(folder)
+
+
+def _of_another_prompt(folder: Path, root: Path) -> None:
+    """A whole folder with other blocks in its place."""
+    shutil.rmtree(folder)
+    other = root / "other"
+    store(other, range(100, 116))
+    shutil.copytree(folders(other)[0], folder)
+
+
+def _with_other_kv(folder: Path, root: Path) -> None:
+    """The promised hashes, and KV that its manifest vouches for, but not the one read before."""
+    own = KVFolders(root, example_identity(root))
+    manifest = own.manifest(folder)
+    rows = np.stack([own.read_layer(folder, manifest, i) for i in range(2)]) ^ 1
+    run = Run(
+        manifest.parent_hash,
+        manifest.block_hashes,
+        manifest.block_shape,
+        manifest.layer_names,
+        rows,
+        release=lambda: None,
+    )
+    shutil.rmtree(folder)
+    own.publish(*own.write(run))
+
+
+@pytest.mark.parametrize("load_async", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("held_at", [0, 1], ids=["first layer", "last layer"])
+@pytest.mark.parametrize(
+    "change", [_removed, _half_removed, _written_anew, _of_another_prompt, _with_other_kv]
+)
+def test_b05_a_source_that_goes_while_it_is_read_is_a_failed_load_never_data(
+    chain: tuple[Path, Path, Path],
+    monkeypatch: pytest.MonkeyPatch,
+    load_async: bool,
+    held_at: int,
+    change: Callable[[Path, Path], object],
+) -> None:
+    """A gate holds the load of the second folder after its manifest was read, before the named
+    layer, while another process removes or replaces the folder."""
+    root, _, second = chain
+    read_layer, arrived, gate = KVFolders.read_layer, threading.Event(), threading.Event()
+
+    def held(own: KVFolders, folder: Path, manifest: Any, index: int) -> Any:
+        if folder == second and index == held_at and not arrived.is_set():
+            arrived.set()
+            assert gate.wait(30)
+        return read_layer(own, folder, manifest, index)
+
+    def other_process() -> None:
+        assert arrived.wait(30)
+        change(second, root)
+        gate.set()
+
+    other = threading.Thread(target=other_process)
+    with ExampleEngine(example_config(root, load_async=load_async, refresh_s=1000.0)) as engine:
+        request = engine.request(PROMPT)
+        engine.match(request)
+        with monkeypatch.context() as patch:
+            patch.setattr(KVFolders, "read_layer", held)
+            other.start()
+            _work(engine, request, load_async)
+        other.join(30)
+        lost = {block.block_id for block in request.blocks[2:4]}
+        assert engine.invalid == (set() if change is _written_anew else lost)
+        engine.check(request)
+        if change in (_of_another_prompt, _with_other_kv):
+            assert second.exists(), "what came in its place is not ours to remove"
+        engine.finish(request)
+        engine.settle()
