@@ -1,4 +1,5 @@
-"""What KV in files brings and costs: reloading a prompt, saving it, and a connector with no work.
+"""What KV in files brings and costs: reloading a prompt, saving it, a connector with no work, and
+saving what is generated.
 
 Knows arms, not engines: `bench/kv_session.py` opens those. Files are read soon after they were
 written, so from the system's page cache.
@@ -35,6 +36,10 @@ MAX_UNLOADED_TOKENS = 16
 IDLE_PROMPT_TOKENS = 32
 IDLE_OUTPUT_TOKENS = 17
 """Of the comparison of decode steps. Many short runs: the machine changes less within a pair."""
+SAVED_OUTPUT_TOKENS = 145
+"""Long enough for the connector to save a gathered run of blocks while decoding goes on."""
+SAVED_PAIRS = 4
+"""Few, since each takes two long runs and nothing is held against a bar."""
 
 OpenArm = Callable[[str, KVTransferConfig | None], AbstractAsyncContextManager[CachingArm]]
 """Opens an engine with a name for tables, and a connector or none."""
@@ -52,7 +57,7 @@ class KVBench:
 
 
 async def kv(bench: KVBench, prompt_tokens: int, repeats: int) -> Outcome:
-    """All three experiments, one after the other, each with engines of its own.
+    """All four experiments, one after the other, each with engines of its own.
 
     Raises: `InterlaceError` if KV was not saved or not loaded, and what the engine raises.
     Cancelling stops after the run in progress.
@@ -61,6 +66,7 @@ async def kv(bench: KVBench, prompt_tokens: int, repeats: int) -> Outcome:
         await reload(bench, prompt_tokens, repeats),
         await saving(bench, prompt_tokens, repeats),
         await idle(bench, repeats),
+        await generating(bench),
     ]
     rows = tuple(row for part, _ in parts for row in part)
     return rows, tuple(check for _, part in parts for check in part)
@@ -132,6 +138,22 @@ async def idle(bench: KVBench, repeats: int) -> Outcome:
     refuse_cached([*paired.base, *paired.other])
     rows = _compared_rows((plain, other), paired, _decode_figures)
     return rows, paired.checks("idle connector, % of a decode step", IDLE_BAR)
+
+
+async def generating(bench: KVBench) -> Outcome:
+    """Decode steps, with a connector that saves what is generated and without: a row, no bar."""
+    what = Comparison(
+        "saving an answer", lambda sample: sample.step_s, IDLE_BAR, SAVED_PAIRS, SAVED_PAIRS
+    )
+    shape = Shape(IDLE_PROMPT_TOKENS, SAVED_OUTPUT_TOKENS, 1)
+    async with (
+        _folder(bench, "generating") as folder,
+        bench.open_arm("long decode", None) as plain,
+        bench.open_arm("long decode, saving", example_connector(folder)) as saver,
+    ):
+        paired = await compare(what, (plain, saver), shape, bench.source, bench.progress)
+    refuse_cached([*paired.base, *paired.other])
+    return _compared_rows((plain, saver), paired, _decode_figures), ()
 
 
 def example_connector(folder: Path, role: KVRole = "kv_both", **extra: object) -> KVTransferConfig:

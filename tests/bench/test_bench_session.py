@@ -88,7 +88,8 @@ async def test_kv_is_saved_and_loaded_by_real_engines(
 ) -> None:
     for name in ("SAVING_BAR", "IDLE_BAR"):
         monkeypatch.setattr(kv_experiments, name, 1e9)  # no pair more for the sake of noise
-    monkeypatch.setattr(kv_experiments, "IDLE_OUTPUT_TOKENS", 3)
+    for name, few in (("IDLE_OUTPUT_TOKENS", 3), ("SAVED_OUTPUT_TOKENS", 3), ("SAVED_PAIRS", 2)):
+        monkeypatch.setattr(kv_experiments, name, few)
     kept = tmp_path / "kv"
     await asyncio.to_thread(kept.mkdir)
     report = await run_kv_benchmark(alone, kept, (64, 1), MonotonicClock(), Silent())
@@ -100,6 +101,8 @@ async def test_kv_is_saved_and_loaded_by_real_engines(
         "prefill, saving",
         "decode",
         "decode, idle connector",
+        "long decode",
+        "long decode, saving",
     ]
     assert all(row.figures["loaded tokens"].median >= 48 for row in report.rows[1:3])
     assert len(report.checks) == 6

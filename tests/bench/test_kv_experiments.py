@@ -31,6 +31,8 @@ class Speeds:
     saving: float = 0.04
     step: float = 0.05
     idle_step: float = 0.0004
+    saving_step: float = 0.0006
+    """More than an idle one, while an answer is saved."""
 
 
 class FakeArm:
@@ -60,7 +62,9 @@ class FakeArm:
             seconds += speeds.saving
         self._device.add(work.prompts)
         steps = work.output_tokens - 1
-        step_s = speeds.step + (speeds.idle_step if config is not None else 0)
+        step_s = speeds.step
+        if config is not None:
+            step_s += speeds.idle_step + (speeds.saving_step if config.is_kv_producer else 0.0)
         return Sample(
             1,
             work.prompt_tokens,
@@ -151,9 +155,23 @@ async def test_an_idle_connector_is_a_cost_of_decoding(tmp_path: Path) -> None:
     assert not (await kv_experiments.idle(slow.bench, 2))[1][0].met
 
 
+async def test_saving_an_answer_is_shown_beside_decoding_without_a_bar(tmp_path: Path) -> None:
+    world = FakeWorld(tmp_path)
+    rows, checks = await kv_experiments.generating(world.bench)
+    assert [row.case for row in rows] == ["long decode", "long decode, saving"]
+    config = world.configs["long decode, saving"]
+    assert config is not None
+    assert config.kv_role == "kv_both"
+    assert rows[1].figures["cost %"].median == pytest.approx(2.0)
+    assert rows[1].figures["ms/step"].median == pytest.approx(51.0)
+    assert checks == ()
+    assert len(world.runs) == 2 * 5, "and a pair to warm up"
+    assert not world.files_left()
+
+
 async def test_all_of_it_in_one_report(tmp_path: Path) -> None:
     rows, checks = await kv_experiments.kv(FakeWorld(tmp_path).bench, 64, 1)
-    assert (len(rows), len(checks)) == (7, 6)
+    assert (len(rows), len(checks)) == (9, 6)
     assert len({check.name for check in checks}) == 6
     assert all(check.met for check in checks)
 
