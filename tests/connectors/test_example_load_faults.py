@@ -405,7 +405,7 @@ def _with_other_kv(folder: Path, root: Path) -> None:
     """The promised hashes, and KV that its manifest vouches for, but not the one read before."""
     own = KVFolders(root, example_identity(root))
     manifest = own.manifest(folder)
-    rows = np.stack([own.read_layer(folder, manifest, i) for i in range(2)]) ^ 1
+    rows = np.stack([own.read_layer(folder, manifest, i) for i in range(2)]) ^ np.uint8(1)
     run = Run(
         manifest.parent_hash,
         manifest.block_hashes,
