@@ -24,10 +24,11 @@ from collections import deque
 from collections.abc import Iterable
 from typing import Literal
 
+from interlace.engine.admission import NotNow, Start, find_start
 from interlace.engine.bad_kv import set_back
 from interlace.engine.block_pool import KVCacheBlock
 from interlace.engine.config import CacheConfig, SchedulerConfig
-from interlace.engine.connector_calls import ConnectorCalls, Match
+from interlace.engine.connector_calls import ConnectorCalls
 from interlace.engine.errors import ConnectorError
 from interlace.engine.events import (
     EventBus,
@@ -37,7 +38,7 @@ from interlace.engine.events import (
     StepDone,
     StepScheduled,
 )
-from interlace.engine.kv_cache_manager import KVCacheManager, PrefixHit
+from interlace.engine.kv_cache_manager import KVCacheManager
 from interlace.engine.kv_connector import KVConnectorOutput
 from interlace.engine.outputs import ModelRunnerOutput, TokenLogprobs
 from interlace.engine.ports import Clock, SchedulerConnector
@@ -55,8 +56,6 @@ MAX_DEFERRED = 32
 question takes a walk through the request's hashes."""
 MAX_BEGUN_LOADS = 32
 """Asynchronous loads that begin with one step: they take no budget and no place."""
-MAX_FAILED_LOADS = 2
-"""After so many the connector is not asked for this request any more: it might promise for ever."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -360,23 +359,22 @@ class Scheduler:
                 self._ask_from = place
                 return
             request = self.waiting[place]
-            hit = self.kv_cache.find_longest_hit(request, num_reserved)
-            if not self.kv_cache.can_admit(request, hit, num_reserved):
-                self._assert_somebody_frees_blocks(request)
-                return
             try:
-                match = self._match(request, hit)
+                start = find_start(request, self.kv_cache, self._connector, num_reserved)
             except ConnectorError as error:
                 logger.exception("request %s failed in the connector", request.request_id)
                 self._failed.append(request)
                 self.finish_request(request, RequestStatus.FINISHED_ERROR, error=str(error))
                 continue
-            if match is None:
+            if start is NotNow.NO_ROOM:
+                self._assert_somebody_frees_blocks(request)
+                return
+            if start is NotNow.ASK_AGAIN:
                 self._some_deferred = True
                 num_deferred += 1
                 place += 1
                 continue
-            self._admit(plan, request, hit, match)
+            self._admit(plan, request, start)
             if request.status is RequestStatus.WAITING_FOR_REMOTE_KVS:
                 num_reserved += self.kv_cache.num_missing_blocks(request)
 
@@ -389,34 +387,23 @@ class Scheduler:
         """Blocks that parked requests still need for what they know."""
         return sum(map(self.kv_cache.num_missing_blocks, self.parked))
 
-    def _match(self, request: Request, hit: PrefixHit) -> Match | None:
-        """What the connector brings beyond the whole blocks of `hit`; None: ask again."""
-        if self._connector is None or request.num_failed_loads >= MAX_FAILED_LOADS:
-            return Match(0, is_async=False)
-        return self._connector.match(request, hit.aligned(self.kv_cache.block_size).num_tokens)
-
-    def _admit(self, plan: StepPlan, request: Request, hit: PrefixHit, match: Match) -> None:
+    def _admit(self, plan: StepPlan, request: Request, start: Start) -> None:
         """Give a waiting request its blocks, and let it run or load."""
-        whole = hit.aligned(self.kv_cache.block_size)
-        loaded = range(whole.num_tokens, whole.num_tokens + match.num_tokens)
-        if loaded.stop > hit.num_tokens:
-            hit = whole
-        else:  # what can be copied is more than what can be loaded
-            loaded = range(0)
-        if self._connector is not None:
+        hit, loaded = start.hit, start.loaded
+        if start.num_asked_tokens:
             self._count(
-                num_connector_queried_tokens=request.num_tokens - whole.num_tokens,
+                num_connector_queried_tokens=start.num_asked_tokens,
                 num_connector_hit_tokens=len(loaded),
             )
         self.waiting.remove(request)
         self.kv_cache.take_hit(request, hit, plan.step_id)
         if loaded:
             request.load_step_id = plan.step_id
-        if loaded and match.is_async:
+        if start.is_async:
             self._begin_load(plan, request, loaded)
             return
         # Something must be computed to sample from, even if the connector brings all.
-        computed = min(max(hit.num_tokens, loaded.stop), request.num_tokens - 1)
+        computed = min(start.num_tokens, request.num_tokens - 1)
         num_tokens = min(request.num_tokens - computed, plan.budget)
         new_blocks = self._allocate(plan, request, computed + num_tokens, loaded)
         item = ScheduledRequest(
