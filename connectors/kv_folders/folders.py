@@ -191,12 +191,14 @@ class KVFolders:
         manifest = self.manifest(folder)
         if manifest.identity != self.identity:
             return manifest
-        with os.scandir(folder) as entries:
-            sizes = {entry.name: entry.stat().st_size for entry in entries}
         for index, expected in enumerate(manifest.files):
             name = manifests.layer_file_name(index)
-            if sizes.get(name) != expected.num_bytes:
-                raise DamagedFileError(f"{name} is missing, or not as long as its manifest says")
+            try:
+                size = (folder / name).stat().st_size
+            except FileNotFoundError as error:
+                raise DamagedFileError(f"{name} is missing") from error
+            if size != expected.num_bytes:
+                raise DamagedFileError(f"{name} is not as long as its manifest says")
         return manifest
 
     def read_layer(self, folder: Path, manifest: Manifest, index: int) -> ByteArray:

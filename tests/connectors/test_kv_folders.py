@@ -250,6 +250,20 @@ def test_b64_two_processes_write_the_same_keys(tmp_path: Path) -> None:
             assert (store.read_layer(Path(place.folder), manifest, 0) == key).all()
 
 
+def test_strays_in_a_folder_do_not_matter_and_links_that_lead_nowhere_are_missing_files(
+    store: KVFolders,
+) -> None:
+    folder, manifest = store.publish(*store.write(a_run(1, 2)))
+    (folder / "notes").symlink_to("nowhere")
+    assert store.check(folder) == manifest
+    (folder / "layer_001.safetensors").unlink()
+    (folder / "layer_001.safetensors").symlink_to("nowhere")
+    with pytest.raises(DamagedFileError, match="missing"):
+        store.check(folder)
+    with pytest.raises(DamagedFileError, match="missing"):
+        store.read_layer(folder, manifest, 1)
+
+
 def test_a_damaged_winner_is_replaced(store: KVFolders) -> None:
     folder, _ = store.publish(*store.write(a_run(1, 2)))
     (folder / "layer_000.safetensors").unlink()
