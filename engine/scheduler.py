@@ -485,11 +485,6 @@ class Scheduler:
         if request.num_local_cached_tokens is None:
             request.num_local_cached_tokens = num_local
             request.num_external_cached_tokens = num_external
-            self._count(
-                num_prompt_tokens=request.num_prompt_tokens,
-                num_local_cached_tokens=num_local,
-                num_external_cached_tokens=num_external,
-            )
         if self._events.active:
             self._events.emit(
                 RequestScheduled(
@@ -628,11 +623,21 @@ class Scheduler:
         tokens: tuple[int, ...],
         logprobs: tuple[TokenLogprobs, ...] | None,
     ) -> RequestUpdate:
+        if request.num_output_tokens == 0:
+            self._count_prefill(request)
         for token_id in tokens:
             request.append_output(token_id)
         self._hash_decoded_blocks(request)
         self._check_stop(request, tokens[-1])
         return RequestUpdate(request, tokens, logprobs)
+
+    def _count_prefill(self, request: Request) -> None:
+        """The first token is there: what was cached and loaded for it turned out to be right."""
+        self._count(
+            num_prompt_tokens=request.num_prompt_tokens,
+            num_local_cached_tokens=request.num_local_cached_tokens or 0,
+            num_external_cached_tokens=request.num_external_cached_tokens,
+        )
 
     def _hash_decoded_blocks(self, request: Request) -> None:
         """Hash blocks whose last tokens were unknown when their step was planned.

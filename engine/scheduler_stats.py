@@ -11,11 +11,11 @@ class SchedulerStats:
 
     num_steps: int = 0
     num_prompt_tokens: int = 0
-    """Of requests scheduled for the first time."""
+    """Of requests whose first token was sampled; so are the next two."""
     num_local_cached_tokens: int = 0
     num_generated_tokens: int = 0
     num_external_cached_tokens: int = 0
-    """Loaded, of prompts scheduled for the first time."""
+    """Loaded by the connector."""
     num_preemptions: int = 0
     num_finished_requests: int = 0
     num_connector_queried_tokens: int = 0

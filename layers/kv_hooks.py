@@ -100,7 +100,7 @@ class KVHooks:
         connector = self._connector
         ended = self._call(connector.get_finished, set(output.finished_req_ids))
         match ended:
-            case (set() | None as sending, set() | None as recving):
+            case (Set() | None as sending, Set() | None as recving):
                 pass
             case _:
                 raise _broken(connector.get_finished, ended, "(set or None, set or None)")
@@ -110,8 +110,9 @@ class KVHooks:
         meta = self._call(connector.build_connector_worker_meta)
         self._call(connector.clear_connector_metadata)
         reports = KVConnectorOutput(
-            finished_sending=sending or None,
-            finished_recving=recving or None,
+            # Copies: the connector may go on using its own.
+            finished_sending=set(sending) if sending else None,
+            finished_recving=set(recving) if recving else None,
             kv_connector_worker_meta=meta,
             invalid_block_ids=set(invalid) | self._failed_blocks,
         )

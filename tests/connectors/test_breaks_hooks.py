@@ -15,7 +15,6 @@ from interlace.engine.scheduler_output import SchedulerOutput
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5]
 
 
-@pytest.mark.xfail(strict=True, reason="the report holds the connector's own set")
 def test_a_connector_may_use_its_sets_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """With two steps in flight the second may run before the first is applied."""
     script = Script(rules={"one": Rule(answers=(Async(8),), load_delay=1)})
@@ -42,7 +41,6 @@ def test_a_connector_may_use_its_sets_again(monkeypatch: pytest.MonkeyPatch) -> 
     assert one.is_finished
 
 
-@pytest.mark.xfail(strict=True, reason="Request.set_back corrects the usage, nobody the totals")
 def test_stats_agree_with_usage_when_a_load_fails() -> None:
     script = Script(rules={"one": Rule(answers=(Sync(8),))})
     stepper, _ = connected_stepper(script)
@@ -54,7 +52,6 @@ def test_stats_agree_with_usage_when_a_load_fails() -> None:
     assert stepper.scheduler.stats.num_external_cached_tokens == 0
 
 
-@pytest.mark.xfail(strict=True, reason="counted whether it was asked or not")
 def test_failed_requests_that_are_not_asked_about_count_no_queries() -> None:
     script = Script(rules={"one": Rule(answers=(Async(8),))})
     stepper, _ = connected_stepper(script)
@@ -64,7 +61,6 @@ def test_failed_requests_that_are_not_asked_about_count_no_queries() -> None:
     assert stepper.scheduler.stats.num_connector_queried_tokens == 2 * len(PROMPT)
 
 
-@pytest.mark.xfail(strict=True, reason="only `set` itself is taken, which ends the engine")
 def test_reports_may_be_frozen_sets(monkeypatch: pytest.MonkeyPatch) -> None:
     """As `get_block_ids_with_load_errors` may answer."""
     stepper, sides = connected_stepper(Script())
