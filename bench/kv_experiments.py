@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import enum
 import shutil
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
@@ -56,18 +57,30 @@ class KVBench:
     progress: Progress
 
 
-async def kv(bench: KVBench, prompt_tokens: int, repeats: int) -> Outcome:
-    """All four experiments, one after the other, each with engines of its own.
+class Experiment(enum.StrEnum):
+    """What `kv` consists of, in this order."""
+
+    RELOAD = "reload"
+    SAVING = "saving"
+    IDLE = "idle"
+    GENERATING = "generating"
+
+
+async def kv(
+    bench: KVBench, prompt_tokens: int, repeats: int, only: Experiment | None = None
+) -> Outcome:
+    """All four experiments, or one, one after the other, each with engines of its own.
 
     Raises: `InterlaceError` if KV was not saved or not loaded, and what the engine raises.
     Cancelling stops after the run in progress.
     """
-    parts = [
-        await reload(bench, prompt_tokens, repeats),
-        await saving(bench, prompt_tokens, repeats),
-        await idle(bench, repeats),
-        await generating(bench),
-    ]
+    experiments: dict[Experiment, Callable[[], Awaitable[Outcome]]] = {
+        Experiment.RELOAD: lambda: reload(bench, prompt_tokens, repeats),
+        Experiment.SAVING: lambda: saving(bench, prompt_tokens, repeats),
+        Experiment.IDLE: lambda: idle(bench, repeats),
+        Experiment.GENERATING: lambda: generating(bench),
+    }
+    parts = [await experiment() for name, experiment in experiments.items() if only in (None, name)]
     rows = tuple(row for part, _ in parts for row in part)
     return rows, tuple(check for _, part in parts for check in part)
 
@@ -127,7 +140,9 @@ async def saving(bench: KVBench, prompt_tokens: int, repeats: int) -> Outcome:
 
 async def idle(bench: KVBench, repeats: int) -> Outcome:
     """Decode steps, with a connector that finds nothing to load and saves nothing, and without."""
-    what = Comparison("idle connector", lambda sample: sample.step_s, IDLE_BAR, least=8, most=32)
+    what = Comparison(
+        "idle connector", lambda sample: sample.median_step_s, IDLE_BAR, least=8, most=32
+    )
     shape = Shape(IDLE_PROMPT_TOKENS, IDLE_OUTPUT_TOKENS, repeats)
     async with (
         _folder(bench, "idle") as folder,
@@ -228,4 +243,5 @@ def _saving_figures(samples: Sequence[Sample]) -> dict[str, Spread]:
 
 def _decode_figures(samples: Sequence[Sample]) -> dict[str, Spread]:
     rate = Spread.of(s.decode_tokens_per_s for s in samples)
-    return {"tokens/s": rate, "ms/step": Spread.of(s.step_s * 1e3 for s in samples)} | _lag(samples)
+    steps = Spread.of(s.median_step_s * 1e3 for s in samples)
+    return {"tokens/s": rate, "ms/step": steps} | _lag(samples)

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 
 from interlace.bench.engine_arm import EngineArm
-from interlace.bench.kv_experiments import KVBench, kv
+from interlace.bench.kv_experiments import Experiment, KVBench, kv
 from interlace.bench.paired import CachingArm
 from interlace.bench.report import Report
 from interlace.bench.session import SEED, Prepared
@@ -24,8 +24,11 @@ async def run_kv_benchmark(
     shape: tuple[int, int],
     clock: Clock,
     progress: Progress,
+    only: Experiment | None = None,
 ) -> Report:
     """Run `kv` with files in `folder`, which is empty; `shape` is prompt tokens and repeats.
+
+    `only` names one experiment of the four.
 
     Raises: what the engine raises. Cancelling stops after the run in progress.
     """
@@ -47,7 +50,8 @@ async def run_kv_benchmark(
             yield EngineArm(engine, clock, name)
 
     prompt_tokens, repeats = shape
-    rows, checks = await kv(KVBench(open_arm, folder, source, progress), prompt_tokens, repeats)
+    bench = KVBench(open_arm, folder, source, progress)
+    rows, checks = await kv(bench, prompt_tokens, repeats, only)
     settings = {
         "model": prepared.settings.model,
         "prompt_tokens": prompt_tokens,

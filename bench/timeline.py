@@ -10,6 +10,8 @@ Decoding is timed while every request has its first token, so that no prefill is
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import statistics
 from collections.abc import Sequence
 
 from interlace.bench.workload import Work
@@ -30,6 +32,8 @@ class Sample:
     """Most tokens that one request got in the window."""
     decode_tokens: int
     """Tokens that all requests got in the window."""
+    median_step_s: float = 0.0
+    """Between two tokens of one request, at the median: what a busy machine stretches least."""
     cached_tokens: int = 0
     """Prompt tokens of all requests that the prefix cache held."""
     loaded_tokens: int = 0
@@ -78,5 +82,11 @@ def sample_of(
         decode_s=closed - opened,
         decode_steps=max(counts),
         decode_tokens=sum(counts),
+        median_step_s=_median_gap(arrivals),
         cached_tokens=cached_tokens,
     )
+
+
+def _median_gap(arrivals: Sequence[Sequence[float]]) -> float:
+    gaps = [b - a for times in arrivals for a, b in itertools.pairwise(times)]
+    return statistics.median(gaps) if gaps else 0.0

@@ -192,21 +192,35 @@ def kv(
             "Default: where temporary files go.",
         ),
     ] = None,
+    only: Annotated[
+        str | None,
+        typer.Option("--only", metavar="NAME", help="reload, saving, idle or generating."),
+    ] = None,
     json: JsonTarget = None,
 ) -> None:
-    """What KV in files brings and costs: loading a prompt, saving it, a connector with no work."""
+    """What KV in files brings and costs: loading and saving a prompt, a connector with no work,
+    saving what is generated."""
+    from interlace.bench.kv_experiments import Experiment
     from interlace.bench.kv_session import run_kv_benchmark, scratch_folder
     from interlace.bench.session import prepare
     from interlace.engine.clock import MonotonicClock
 
     check_json_target(json)
+    names = [experiment.value for experiment in Experiment]
+    if only is not None and only not in names:
+        raise typer.BadParameter(f"{only!r} is none of {', '.join(names)}.", param_hint="--only")
+    experiment = None if only is None else Experiment(only)
     progress = StillProgress(sys.stderr)
     with (
         scratch_folder(kv_dir) as folder,
         contextlib.closing(prepare(_settings(model, None, None), progress_for())) as prepared,
     ):
         shape = (prompt_tokens, repeats)
-        report = run(lambda: run_kv_benchmark(prepared, folder, shape, MonotonicClock(), progress))
+        report = run(
+            lambda: run_kv_benchmark(
+                prepared, folder, shape, MonotonicClock(), progress, experiment
+            )
+        )
     show(report, json)
 
 

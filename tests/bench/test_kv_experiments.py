@@ -72,6 +72,7 @@ class FakeArm:
             steps * step_s,
             steps,
             steps,
+            median_step_s=step_s,
             cached_tokens=cached,
             loaded_tokens=loaded,
             idle_s=seconds + 0.01,
@@ -166,6 +167,13 @@ async def test_saving_an_answer_is_shown_beside_decoding_without_a_bar(tmp_path:
     assert rows[1].figures["ms/step"].median == pytest.approx(51.0)
     assert checks == ()
     assert len(world.runs) == 2 * 5, "and a pair to warm up"
+    assert not world.files_left()
+
+
+async def test_one_of_them_alone(tmp_path: Path) -> None:
+    world = FakeWorld(tmp_path)
+    rows, checks = await kv_experiments.kv(world.bench, 64, 1, kv_experiments.Experiment.IDLE)
+    assert (len(rows), len(checks)) == (2, 2)
     assert not world.files_left()
 
 

@@ -20,7 +20,7 @@ def test_one_request() -> None:
     assert sample.first_token_s == 2.0
     assert (sample.decode_s, sample.decode_steps, sample.decode_tokens) == (1.5, 3, 3)
     assert sample.decode_tokens_per_s == 2.0
-    assert sample.step_s == 0.5
+    assert sample.step_s == sample.median_step_s == 0.5
     assert sample.prefill_tokens_per_s == 1.5
     assert sample.cached_tokens == 2
 

@@ -103,6 +103,12 @@ def test_a_folder_for_kv_that_is_not_there_is_refused_before_anything_is_loaded(
     assert "no files can be kept in no/such (No such file or directory)" in str(result.exception)
 
 
+def test_an_experiment_that_does_not_exist_is_refused() -> None:
+    result = CliRunner().invoke(bench.app, ["kv", "--only", "savings", "--model", "no such"])
+    assert result.exit_code == 2
+    assert "'savings' is none of reload, saving, idle, generating" in result.output
+
+
 @pytest.mark.parametrize("command", ["decode", "prefill"])
 def test_two_engines_never_share_a_connector_s_files(command: str) -> None:
     arguments = [command, "--kv-dir", "d", "--max-inflight-steps", "1,2", "--model", "no such"]
