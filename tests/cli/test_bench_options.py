@@ -106,7 +106,7 @@ def test_a_folder_for_kv_that_is_not_there_is_refused_before_anything_is_loaded(
 def test_an_experiment_that_does_not_exist_is_refused() -> None:
     result = CliRunner().invoke(bench.app, ["kv", "--only", "savings", "--model", "no such"])
     assert result.exit_code == 2
-    assert "'savings' is none of reload, saving, idle, generating" in result.output
+    assert "'savings' is none of" in result.output
 
 
 @pytest.mark.parametrize("command", ["decode", "prefill"])
