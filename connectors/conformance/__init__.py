@@ -5,8 +5,9 @@ Names are loaded on first use (PEP 562).
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from interlace.engine.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from interlace.connectors.conformance.script import Answer, Async, Call, Rule, Script, Sync
@@ -22,13 +23,4 @@ _HOMES = {
 
 __all__ = ["Answer", "Async", "Call", "Rule", "Script", "ScriptedConnector", "Sync"]
 
-
-def __getattr__(name: str) -> Any:
-    """Import a public name on its first use."""
-    if name not in _HOMES:
-        raise AttributeError(f"module 'interlace.connectors.conformance' has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOMES[name]), name)
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+__getattr__, __dir__ = lazy_names(__name__, _HOMES, __all__)

@@ -6,8 +6,9 @@ loaded on first use (PEP 562), so `import interlace.engine` does not import torc
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from interlace.engine.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from interlace.engine.config import EngineConfig, KVTransferConfig
@@ -70,13 +71,4 @@ __all__ = [
     "__version__",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    """Import a public name on its first use."""
-    if name not in _HOMES:
-        raise AttributeError(f"module 'interlace' has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOMES[name]), name)
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+__getattr__, __dir__ = lazy_names(__name__, _HOMES, __all__)
