@@ -18,6 +18,7 @@ from interlace.connectors.example_messages import (
 from interlace.connectors.example_save_planner import SavePlanner, Tracked
 from interlace.connectors.kv_folders.counters import Tally
 from interlace.connectors.kv_folders.index import BlockPlace, FolderIndex
+from interlace.connectors.step_tables import added_blocks, computed_before
 from interlace.engine.kv_connector import KVCacheBlocks, KVConnectorOutput
 from interlace.engine.request import Request, RequestStatus
 from interlace.engine.scheduler_output import SchedulerOutput
@@ -126,16 +127,14 @@ class ExampleScheduler:
         """Keep the block tables. Request id -> tokens computed before the step."""
         for request_id in scheduler_output.preempted_req_ids & self._requests.keys():
             self._requests[request_id].block_ids = []
-        cached = scheduler_output.scheduled_cached_reqs
-        for request_id, added in zip(cached.req_ids, cached.new_block_ids, strict=True):
+        for request_id, added, resumed in added_blocks(scheduler_output):
             tracked = self._requests.get(request_id)
             if tracked is None:
                 continue
-            if request_id in cached.resumed_req_ids:
+            if resumed:
                 tracked.block_ids, tracked.num_settled = [], 0
-            tracked.block_ids.extend(added[0] if added else ())
-        new = {one.req_id: one.num_computed_tokens for one in scheduler_output.scheduled_new_reqs}
-        return new | dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+            tracked.block_ids.extend(added)
+        return computed_before(scheduler_output)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """Bad blocks first, then what the worker side reports of loads and saves."""

@@ -7,7 +7,7 @@ knows of a bad block beneath it by then.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from typing import Any
 
 from interlace.connectors.conformance.script import Async, Pages, Script, Sync
@@ -17,6 +17,7 @@ from interlace.connectors.conformance.scripted_metadata import (
     ScriptedMetadata,
     ScriptedWorkerMetadata,
 )
+from interlace.connectors.step_tables import added_blocks, computed_before
 from interlace.engine.block_hash import BlockHash
 from interlace.engine.config import KVTransferConfig
 from interlace.engine.kv_connector import KVCacheBlocks, KVConnectorOutput
@@ -135,12 +136,11 @@ class ScriptedScheduler:
     def _follow_tables(self, output: SchedulerOutput) -> None:
         for new in output.scheduled_new_reqs:
             self._tracked[new.req_id].block_ids = list(new.block_ids[0])
-        cached = output.scheduled_cached_reqs
-        for req_id, added in zip(cached.req_ids, cached.new_block_ids, strict=True):
+        for req_id, added, resumed in added_blocks(output):
             table = self._tracked[req_id].block_ids
-            if req_id in cached.resumed_req_ids:
+            if resumed:
                 table.clear()
-            table += added[0] if added is not None else ()
+            table += added
 
     def _choose_saves(self, output: SchedulerOutput) -> dict[BlockHash, int]:
         """Blocks that are full when the step ends, and that nobody stores or has copied yet."""
@@ -148,10 +148,11 @@ class ScriptedScheduler:
         if not self._config.is_kv_producer:
             return saves
         owed = {block_hash for step in self._saving.values() for block_hash in step.saves}
-        for req_id, num_tokens in _tokens_after(output):
+        for req_id, num_computed in computed_before(output).items():
             if not self._script.rule(req_id).save:
                 continue
             tracked = self._tracked[req_id]
+            num_tokens = num_computed + output.num_scheduled_tokens[req_id]
             hashes = tracked.request.block_hashes[: num_tokens // self._block_size]
             # A token that a step in flight samples is not known yet: its block has no hash.
             for block_hash, block_id in zip(hashes, tracked.block_ids, strict=False):
@@ -193,15 +194,6 @@ class ScriptedScheduler:
         """Whether no request is remembered, and nothing is on its way to or from a worker."""
         left = (self._tracked, self._new_loads, self._loading, self._held, self._saving)
         return not any(left)
-
-
-def _tokens_after(output: SchedulerOutput) -> Iterator[tuple[str, int]]:
-    """(request id, tokens whose KV is there when the step ends), of all requests in the step."""
-    cached = output.scheduled_cached_reqs
-    computed = [(new.req_id, new.num_computed_tokens) for new in output.scheduled_new_reqs]
-    computed += zip(cached.req_ids, cached.num_computed_tokens, strict=True)
-    for req_id, num_computed in computed:
-        yield req_id, num_computed + output.num_scheduled_tokens[req_id]
 
 
 def _on_bad_ground(tables: Collection[list[int]], bad: set[int]) -> set[int]:

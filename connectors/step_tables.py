@@ -1,0 +1,25 @@
+"""What a connector's scheduler side reads from a step's message to follow block tables."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from interlace.engine.scheduler_output import SchedulerOutput
+
+
+def added_blocks(output: SchedulerOutput) -> Iterator[tuple[str, list[int], bool]]:
+    """(request id, block ids, resumed) of each request in the step that the worker knows already.
+
+    The ids come behind those that the request had, or, if it was resumed, in place of them. The
+    blocks of new requests are those of `update_state_after_alloc`.
+    """
+    cached = output.scheduled_cached_reqs
+    for req_id, added in zip(cached.req_ids, cached.new_block_ids, strict=True):
+        yield req_id, added[0] if added is not None else [], req_id in cached.resumed_req_ids
+
+
+def computed_before(output: SchedulerOutput) -> dict[str, int]:
+    """Request id -> tokens whose KV is there when the step's computing begins."""
+    cached = output.scheduled_cached_reqs
+    new = {one.req_id: one.num_computed_tokens for one in output.scheduled_new_reqs}
+    return new | dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
