@@ -7,7 +7,7 @@ import threading
 from typing import Any
 
 import pytest
-from connected import Sides, scripted_sides
+from connected import NOTHING, Sides, scripted_sides
 from engine_kit import PATIENCE_S, OpenEngine, greedy, open_engine, read_all, until
 from paged_oracle import answer
 from tiny_model import tiny_model
@@ -19,7 +19,6 @@ from interlace.engine.errors import EngineDeadError, RequestError
 
 both_depths = pytest.mark.parametrize("depth", [1, 2])
 PROMPT = [(i * i + 3 * i) % 47 for i in range(17)]
-NOTHING = Rule(answers=((0, False),))
 
 
 async def warm(script: Script) -> None:

@@ -7,41 +7,16 @@ import weakref
 from typing import Literal
 
 import pytest
-from connected import connected_stepper
-from paged_oracle import answer
-from scheduling import Stepper
+from connected import assert_right, connected_stepper, prompt_of, warm
+from scheduling import launched
 
 from interlace.connectors.conformance import Async, Rule, Script, Sync
 from interlace.engine.kv_connector import KVConnectorRole
-from interlace.engine.request import Request, RequestStatus
-from interlace.engine.scheduler_output import SchedulerOutput
+from interlace.engine.request import RequestStatus
 
 both_depths = pytest.mark.parametrize("depth", [1, 2])
 both_kinds = pytest.mark.parametrize("kind", [Sync, Async])
 FAILED = RequestStatus.FINISHED_ERROR
-
-
-def launched(stepper: Stepper) -> SchedulerOutput:
-    output = stepper.launch()
-    assert output is not None
-    return output
-
-
-def prompt_of(length: int) -> list[int]:
-    return [(i * i + 3 * i) % 47 for i in range(length)]
-
-
-def warm(script: Script, prompt: list[int]) -> None:
-    stepper, _ = connected_stepper(script, num_blocks=80, max_num_batched_tokens=200)
-    stepper.add([*prompt, 0], max_tokens=1, request_id="warmer")
-    stepper.run()
-
-
-def assert_right(stepper: Stepper, *requests: Request) -> None:
-    for request in requests:
-        tokens = stepper.outputs[request.request_id]
-        assert tokens == answer(request.prompt_token_ids, len(tokens))
-        assert request.status is RequestStatus.FINISHED_LENGTH_CAPPED
 
 
 # --- recompute -----------------------------------------------------------------------------------

@@ -6,9 +6,8 @@ import itertools
 from typing import Any
 
 import pytest
-from connected import connected_stepper, scripted_sides
-from paged_oracle import answer
-from scheduling import ManualClock, Stepper, make_scheduler
+from connected import NOTHING, assert_right, connected_stepper, scripted_sides
+from scheduling import ManualClock, Stepper, launched, make_scheduler
 
 from interlace.connectors import SupportsHMA
 from interlace.connectors.conformance import Async, Rule, Script, ScriptedConnector, Sync
@@ -17,24 +16,9 @@ from interlace.engine.errors import ConnectorError
 from interlace.engine.kv_connector import KVConnectorRole
 from interlace.engine.request import Request, RequestStatus
 from interlace.engine.scheduler import MAX_BEGUN_LOADS, MAX_DEFERRED
-from interlace.engine.scheduler_output import SchedulerOutput
 
 both_depths = pytest.mark.parametrize("depth", [1, 2])
 FAILED = RequestStatus.FINISHED_ERROR
-NOTHING = Rule(answers=((0, False),))
-
-
-def launched(stepper: Stepper) -> SchedulerOutput:
-    output = stepper.launch()
-    assert output is not None
-    return output
-
-
-def assert_right(stepper: Stepper, *requests: Request) -> None:
-    for request in requests:
-        tokens = stepper.outputs[request.request_id]
-        assert tokens == answer(request.prompt_token_ids, len(tokens))
-        assert request.status is RequestStatus.FINISHED_LENGTH_CAPPED
 
 
 # --- order and counts ----------------------------------------------------------------------------

@@ -5,48 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from connected import connected_stepper
-from paged_oracle import answer
-from scheduling import Stepper
+from connected import assert_right, connected_stepper, prompt_of, warm
+from scheduling import launched
 
 from interlace.connectors.conformance import Async, Rule, Script, Sync
 from interlace.engine.kv_connector import KVConnectorRole
 from interlace.engine.request import Request, RequestStatus
-from interlace.engine.scheduler_output import SchedulerOutput
 
 both_depths = pytest.mark.parametrize("depth", [1, 2])
 WAITING_FOR_REMOTE_KVS = RequestStatus.WAITING_FOR_REMOTE_KVS
-
-
-def launched(stepper: Stepper) -> SchedulerOutput:
-    output = stepper.launch()
-    assert output is not None
-    return output
-
-
-def prompt_of(length: int) -> list[int]:
-    return [(i * i + 3 * i) % 47 for i in range(length)]
-
-
-def warm(script: Script, prompt: list[int], *, block_size: int = 4, extra: int = 1) -> None:
-    """Store all full blocks of `prompt`, by an engine of its own."""
-    stepper, _ = connected_stepper(
-        script,
-        block_size=block_size,
-        num_blocks=80,
-        max_model_len=1200,
-        max_num_batched_tokens=1200,
-    )
-    stepper.add([*prompt, *range(extra)], max_tokens=1, request_id="warmer")
-    stepper.run()
-    assert len(script.store) >= len(prompt) // block_size
-
-
-def assert_right(stepper: Stepper, *requests: Request) -> None:
-    for request in requests:
-        tokens = stepper.outputs[request.request_id]
-        assert tokens == answer(request.prompt_token_ids, len(tokens))
-        assert request.status is RequestStatus.FINISHED_LENGTH_CAPPED
 
 
 def rules(**answers: Any) -> dict[str, Rule]:

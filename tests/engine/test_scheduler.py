@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from paged_oracle import answer
-from scheduling import Stepper, make_scheduler
+from scheduling import Stepper, launched, make_scheduler
 
 from interlace.engine.config import SchedulingPolicy
 from interlace.engine.events import BlockStored, EventBus, EventStream, RequestPreempted
@@ -34,12 +34,6 @@ def assert_right(stepper: Stepper, requests: Sequence[Request]) -> None:
         tokens = stepper.outputs[request.request_id]
         assert tokens == answer(request.prompt_token_ids, len(tokens))
         assert tokens
-
-
-def launched(stepper: Stepper) -> SchedulerOutput:
-    output = stepper.launch()
-    assert output is not None
-    return output
 
 
 def watch_preemptions(scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch) -> list[str]:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+from paged_oracle import answer
 from scheduling import Stepper, make_scheduler
 
-from interlace.connectors.conformance import Script, ScriptedConnector
+from interlace.connectors.conformance import Rule, Script, ScriptedConnector
 from interlace.engine.config import EngineConfig, KVRole, KVTransferConfig, ModelConfig
 from interlace.engine.kv_connector import (
     FullAttentionSpec,
@@ -14,6 +15,10 @@ from interlace.engine.kv_connector import (
     KVCacheGroupSpec,
     KVConnectorRole,
 )
+from interlace.engine.request import Request, RequestStatus
+
+NOTHING = Rule(answers=((0, False),))
+"""The connector has nothing for the request."""
 
 Sides = tuple[ScriptedConnector, ScriptedConnector]
 
@@ -66,3 +71,30 @@ def connected_stepper(
         **options,
     )
     return Stepper(scheduler, sides[1]), sides
+
+
+def prompt_of(length: int) -> list[int]:
+    """The same tokens in every test; a shorter prompt is a prefix of a longer one."""
+    return [(i * i + 3 * i) % 47 for i in range(length)]
+
+
+def warm(script: Script, prompt: list[int], *, block_size: int = 4, extra: int = 1) -> None:
+    """Store all full blocks of `prompt`, by an engine of its own."""
+    stepper, _ = connected_stepper(
+        script,
+        block_size=block_size,
+        num_blocks=80,
+        max_model_len=1200,
+        max_num_batched_tokens=1200,
+    )
+    stepper.add([*prompt, *range(extra)], max_tokens=1, request_id="warmer")
+    stepper.run()
+    assert len(script.store) >= len(prompt) // block_size
+
+
+def assert_right(stepper: Stepper, *requests: Request) -> None:
+    """Each ended by length, with the oracle's tokens."""
+    for request in requests:
+        tokens = stepper.outputs[request.request_id]
+        assert tokens == answer(request.prompt_token_ids, len(tokens))
+        assert request.status is RequestStatus.FINISHED_LENGTH_CAPPED

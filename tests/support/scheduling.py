@@ -159,3 +159,10 @@ class Stepper:
         assert all(block.pending_step is None for block in pool.blocks)
         assert scheduler.kv_cache.num_fenced_blocks == 0
         assert not self.runner.state.requests
+
+
+def launched(stepper: Stepper) -> SchedulerOutput:
+    """The next step, which there must be."""
+    output = stepper.launch()
+    assert output is not None
+    return output
