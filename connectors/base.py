@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from interlace.engine.config import EngineConfig
 from interlace.engine.errors import ConfigError, ConnectorError
@@ -28,12 +28,16 @@ from interlace.engine.kv_connector import (
     KVConnectorRole,
     KVConnectorWorkerMetadata,
 )
+from interlace.engine.kv_connector_stats import KVConnectorPromMetrics, KVConnectorStats
+from interlace.engine.kv_events import KVCacheEvent, KVConnectorKVEvents
+from interlace.engine.ports import Lanes
 from interlace.engine.request import Request
 from interlace.engine.scheduler_output import SchedulerOutput
 
 if TYPE_CHECKING:
     import torch
 
+    from interlace.engine.block_pool import BlockPool
     from interlace.layers.forward_context import ForwardContext
 
 __all__ = [
@@ -44,7 +48,9 @@ __all__ = [
     "KVConnectorHandshakeMetadata",
     "KVConnectorMetadata",
     "KVConnectorOutput",
+    "KVConnectorPromMetrics",
     "KVConnectorRole",
+    "KVConnectorStats",
     "KVConnectorWorkerMetadata",
     "SupportsHMA",
     "supports_hma",
@@ -83,7 +89,18 @@ def supports_hma(connector: object) -> bool:
 
 
 class KVConnectorBase_V1(ABC):  # noqa: N801 - the protocol's name
-    """Brings KV from elsewhere and takes it there. See the module's docstring."""
+    """Brings KV from elsewhere and takes it there. See the module's docstring.
+
+    Beside vLLM's protocol there are extensions, all of which a connector may leave alone: `lanes`,
+    and what `interlace check` is told by `kv_is_synthetic`, `store_fault_kinds` and
+    `inject_store_fault`.
+    """
+
+    kv_is_synthetic: ClassVar[bool] = False
+    """Whether loaded KV is invented, so that answers cannot be right: `interlace check` then looks
+    at protocol, leaks and isolation only."""
+    store_fault_kinds: ClassVar[tuple[str, ...]] = ()
+    """Ways in which `inject_store_fault` can damage what is stored."""
 
     def __init__(
         self,
@@ -119,33 +136,63 @@ class KVConnectorBase_V1(ABC):  # noqa: N801 - the protocol's name
         return self._role
 
     @property
+    def lanes(self) -> Lanes:
+        """Where to get lanes, for all that goes on beside the step. An extension of the protocol.
+
+        Work that goes through lanes can be replayed by a seed: `interlace check` hands out virtual
+        ones. Elsewhere they are threads.
+        """
+        if self._vllm_config.lanes is not None:
+            return self._vllm_config.lanes
+        from interlace.layers.lanes import ThreadLanes
+
+        return ThreadLanes()
+
+    @property
     def prefer_cross_layer_blocks(self) -> bool:
-        """Whether one tensor with all layers would be preferred. Not called by this version, which
-        has one per layer and always calls `register_kv_caches`."""
+        """Whether one tensor with all layers is preferred; asked of the worker side, once."""
         return False
+
+    def inject_store_fault(self, kind: str, block_hash: bytes) -> Iterable[bytes]:
+        """Damage the stored KV of one block, so that its loads fail until it is saved again.
+
+        `kind` is one of `store_fault_kinds`. Called by `interlace check` on a worker side, between
+        two steps. Returns the hashes of all blocks that are lost with it, or nothing if the block
+        is not stored. An extension of the protocol, for connectors that declare such kinds.
+        """
+        raise NotImplementedError(f"{type(self).__name__} declares no store_fault_kinds")
 
     # ---------------------------------------------------------------- worker side, once
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:  # noqa: B027
         """Layer name -> its pages [num_blocks, 2, block_size, num_kv_heads, head_dim].
 
-        Device thread, once, before the first step. The tensors stay the engine's: a connector
-        writes only into blocks that it was told to fill, and only while it may.
+        Device thread, once, before the first step. The heads are those of this worker. Strides
+        tell how pages lie: "HND" ones have heads before tokens in memory. A cache-only layer,
+        if there is one, comes last: [num_blocks, block_size, vectors per token, vector size].
+        The tensors stay the engine's: a connector writes only into blocks that it was told to
+        fill, and only while it may.
         """
 
     def register_cross_layers_kv_cache(  # noqa: B027
         self, kv_cache: torch.Tensor, attn_backend: type[Any]
     ) -> None:
-        """One tensor with all layers, in place of `register_kv_caches`; never both. Not called by
-        this version."""
+        """One tensor with all layers, in place of `register_kv_caches`; never both.
+
+        For a connector with `prefer_cross_layer_blocks`, unless there is a cache-only layer.
+        `kv_cache` is contiguous, [num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim] or
+        what else `attn_backend.get_kv_cache_stride_order(include_num_layers_dimension=True)` says.
+        """
 
     def set_host_xfer_buffer_ops(self, copy_operation: CopyBlocksOp) -> None:  # noqa: B027
-        """How to copy blocks between host and device; device thread, once, after registering. Not
-        called by this version."""
+        """How to copy blocks between host and device; device thread, once, after registering.
+
+        `copy_operation(source, target, source_block_ids, target_block_ids, "h2d" or "d2h")` takes
+        dicts of pages by layer name and is complete when it returns.
+        """
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        """What the scheduler side is to know of this worker; once, after registering. Not called
-        by this version."""
+        """What the scheduler side is to know of this worker; once, after registering."""
         return None
 
     # ---------------------------------------------------------------- worker side, every step
@@ -216,11 +263,13 @@ class KVConnectorBase_V1(ABC):  # noqa: N801 - the protocol's name
         """Ids whose (saves, loads) have ended since the last call, each of them once.
 
         In every step. `finished_req_ids` are requests that ended since the step before; each is
-        passed once. Sending: only ids that were passed here, now or before, and whose
-        `request_finished` returned True; their blocks return to the pool. Receiving: every
+        passed once, to each worker. Sending: only ids that were passed here, now or before, and
+        whose `request_finished` returned True; their blocks return to the pool. Receiving: every
         asynchronous load, whether it went well or badly, and also if its request was aborted
         meanwhile. Until it is reported, the request waits and its blocks stay; reported early, it
-        computes on what is not there. An id that nobody waits for is counted and ignored.
+        computes on what is not there. With several workers an id takes effect when
+        `get_finished_count` of them have reported it. Late and repeated reports, and those of ids
+        that nobody waits for, are counted and ignored, where vLLM 0.20.2 dies.
         """
         return None, None
 
@@ -230,16 +279,20 @@ class KVConnectorBase_V1(ABC):  # noqa: N801 - the protocol's name
         In every step, after `get_finished`. Of a synchronous load in that very step; of an
         asynchronous one at the latest in the step that lists its request as received. A block
         that is not reported counts as filled, and everyone with that prefix is served from it.
+        With several workers a block is bad as soon as one of them says so. vLLM 0.20.2 leaves bad
+        blocks in the prefix cache under some policies; here every request that shares a bad block
+        is set back, and its blocks from there on cannot be hit.
         """
         return set()
 
-    def get_kv_connector_stats(self) -> Any:
-        """Statistics since the last call, or None; also asked of the scheduler side. Not called by
-        this version."""
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        """Statistics since the last call, or None: in every step of the worker side, and of the
+        scheduler side when a step is applied. The engine adds them up: `snapshot()`."""
         return None
 
-    def get_kv_connector_kv_cache_events(self) -> Any:
-        """Cache events since the last call, or None. Not called by this version."""
+    def get_kv_connector_kv_cache_events(self) -> KVConnectorKVEvents | None:
+        """Cache events since the last call, or None. Those of all workers are merged and come to
+        the scheduler side's `update_connector_output`; `take_events` makes them public."""
         return None
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
@@ -306,24 +359,33 @@ class KVConnectorBase_V1(ABC):  # noqa: N801 - the protocol's name
         """
         return False, None
 
-    def take_events(self) -> Iterable[Any]:
-        """Cache events since the last call; whenever a step was applied. Not called by this
-        version."""
+    def take_events(self) -> Iterable[KVCacheEvent]:
+        """Cache events since the last call; whenever a step was applied. They go to
+        `AsyncEngine.events()`, beside the engine's own."""
         return ()
 
     def get_finished_count(self) -> int | None:
-        """How many workers report each id, once at the start; None means all. Not called by this
-        version, which has one worker."""
+        """How many workers report each id, once at the start; None means all."""
         return None
+
+    def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:  # noqa: B027
+        """The engine's block pool; once, before all other hooks of the scheduler side.
+
+        A connector may look, and hold blocks by `touch`, to let go of them by `free_blocks`: until
+        then they are not handed out.
+        """
 
     def set_xfer_handshake_metadata(  # noqa: B027
         self, metadata: dict[int, KVConnectorHandshakeMetadata]
     ) -> None:
-        """Rank -> what `get_handshake_metadata` returned there, once at the start. Not called by
-        this version."""
+        """Rank -> what `get_handshake_metadata` returned there; ranks without any are left out.
+
+        Once, before the first step; on the device thread, where it may wait for a handshake.
+        """
 
     def reset_cache(self) -> bool | None:
-        """Forget all stored KV. Only an explicit False counts as failure."""
+        """Forget all stored KV: `AsyncEngine.reset_prefix_cache(reset_connector=True)`. Only an
+        explicit False counts as failure."""
         return None
 
     # ---------------------------------------------------------------- both sides
@@ -338,8 +400,9 @@ class KVConnectorBase_V1(ABC):  # noqa: N801 - the protocol's name
     def get_required_kvcache_layout(cls, vllm_config: EngineConfig) -> str | None:
         """The layout of pages that the connector needs, or None if it takes any.
 
-        Asked before an instance is made. The one layout that exists is "NHD", pages [block][K,V]
-        [token][kv head][head size]; a connector that needs another is refused.
+        Asked before an instance is made. "NHD" is [block][K,V][token][kv head][head size] in
+        memory, and what the engine uses by itself; "HND" has heads before tokens. A connector that
+        needs another one is refused.
 
         Raises: `TypeError` on the base class, which needs none and has no say.
         """
@@ -349,14 +412,18 @@ class KVConnectorBase_V1(ABC):  # noqa: N801 - the protocol's name
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """Whether the layer hooks must run, so that a step is never one whole device graph. Not
-        called by this version, which has no such graphs."""
+        """Whether the layer hooks must run, so that a step is never one whole device graph.
+
+        Asked when the engine is made: a configured mode with full graphs becomes "PIECEWISE".
+        """
         return False
 
     @classmethod
-    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> Any:
-        """A statistics object of this connector's kind, or None if it has none. Not called by this
-        version."""
+    def build_kv_connector_stats(
+        cls, data: dict[str, Any] | None = None
+    ) -> KVConnectorStats | None:
+        """Statistics of this connector's kind that consist of `data`, empty ones without it; None
+        if it has none. The engine makes its own copy of what is reported by it."""
         return None
 
     @classmethod
@@ -366,7 +433,7 @@ class KVConnectorBase_V1(ABC):  # noqa: N801 - the protocol's name
         metric_types: Mapping[type[Any], type[Any]],
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],
-    ) -> Any:
-        """A Prometheus exporter of those statistics, or None if there is none. Not called by this
-        version."""
+    ) -> KVConnectorPromMetrics | None:
+        """A Prometheus exporter of those statistics, or None. Asked when the engine is made; its
+        metrics are in `AsyncEngine.metrics`."""
         return None

@@ -10,43 +10,68 @@ import dataclasses
 import hashlib
 import uuid
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from interlace.engine.errors import ConfigError
 from interlace.engine.options import Options
+
+if TYPE_CHECKING:
+    from interlace.engine.ports import Lanes
 
 SchedulingPolicy = Literal["fcfs", "priority"]
 KVRole = Literal["kv_producer", "kv_consumer", "kv_both"]
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 
 
+_READ_OUTSIDE = (
+    "kv_buffer_device",
+    "kv_buffer_size",
+    "kv_rank",
+    "kv_parallel_size",
+    "kv_ip",
+    "kv_port",
+)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KVTransferConfig(Options):
     """Which KV connector to use and how (vLLM's `KVTransferConfig`).
 
-    Fields that only some connectors read are kept for them as they are.
+    What nothing reads is refused: `enable_permute_local_kv` here, and by `KVConnectorFactory` the
+    fields for connectors with a network of their own, if the connector is one of Interlace's.
     """
 
     kv_connector: str | None = None
-    """Name of a registered connector, or of a class in `kv_connector_module_path`."""
+    """Name of a registered connector, or of a class in `kv_connector_module_path`. Read by
+    `KVConnectorFactory`."""
     kv_role: KVRole | None = None
-    """Mandatory as soon as `kv_connector` is set."""
+    """Mandatory as soon as `kv_connector` is set. Read by the connectors: a producer saves, a
+    consumer loads."""
     kv_connector_module_path: str | None = None
-    """Module to import the class from; wins over the registry."""
+    """Module to import the class from; wins over the registry. Read by `KVConnectorFactory`."""
     kv_connector_extra_config: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """Options of the connector's own."""
+    """Options of the connector's own, which reads them and refuses unknown ones."""
     kv_load_failure_policy: Literal["fail", "recompute"] = "fail"
     """What becomes of a request whose KV could not be loaded: it ends with an error, or the lost
-    part is computed."""
+    part is computed. Read by the scheduler."""
     engine_id: str = dataclasses.field(default_factory=lambda: str(uuid.uuid4()))
+    """Read by MultiConnector, whose children inherit it, and by connectors that talk with other
+    engines."""
     kv_buffer_device: str = "cpu"
+    """Where a connector stages transfers. Read by outside connectors only, as are the next five."""
     kv_buffer_size: float = 1e9
-    """Bytes."""
+    """Bytes that a connector may stage."""
     kv_rank: int | None = None
+    """This engine's place among those that transfer KV to each other."""
     kv_parallel_size: int = 1
+    """How many engines these are."""
     kv_ip: str = "127.0.0.1"
+    """Where a connector listens, or calls."""
     kv_port: int = 14579
+    """See `kv_ip`."""
     enable_permute_local_kv: bool = False
+    """Nothing reads this, so True is refused: a connector that needs pages by head says "HND" in
+    `get_required_kvcache_layout`."""
 
     def __post_init__(self) -> None:
         for name in ("kv_connector", "kv_connector_module_path"):
@@ -63,7 +88,8 @@ class KVTransferConfig(Options):
         )
         self.require(
             not self.enable_permute_local_kv,
-            "enable_permute_local_kv is not supported: there is one layout of KV pages.",
+            "nothing reads enable_permute_local_kv: a connector that needs HND pages says so in"
+            " get_required_kvcache_layout. Leave it out.",
         )
         self.require(
             isinstance(self.kv_connector_extra_config, Mapping),
@@ -84,6 +110,13 @@ class KVTransferConfig(Options):
     def is_kv_consumer(self) -> bool:
         """Whether this engine loads KV of others."""
         return self.is_kv_transfer_instance and self.kv_role in ("kv_consumer", "kv_both")
+
+    @property
+    def fields_of_others(self) -> list[str]:
+        """Fields that only outside connectors read, and that were set to something else than their
+        defaults."""
+        defaults = {field.name: field.default for field in dataclasses.fields(self)}
+        return [name for name in _READ_OUTSIDE if getattr(self, name) != defaults[name]]
 
     def compute_hash(self) -> str:
         """A digest of what changes the computation graph: nothing here does."""
@@ -111,10 +144,12 @@ class ModelConfig:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ParallelConfig:
-    """One process, one device: for connectors that ask."""
+    """Which of the engine's workers a connector's instance belongs to."""
 
     rank: int = 0
+    """Of the worker; 0 on the scheduler side."""
     world_size: int = 1
+    """Workers in all: each has the pages of its share of the KV heads."""
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
     data_parallel_rank: int = 0
@@ -186,12 +221,23 @@ class EngineConfig(Options):
     """Beyond it `generate` raises `EngineBusyError`."""
     skip_tokenizer_init: bool = False
     """Token ids in and out only."""
+    tensor_parallel_size: int = 1
+    """Workers that the KV heads are split among, each with pages and a connector's WORKER instance
+    of its own. They take turns on one device: for trying connectors, not for speed."""
+    hidden_state_layer_ids: tuple[int, ...] = ()
+    """Layers whose hidden states are kept beside the KV, in a cache-only layer, for a connector to
+    save: i is what `transformers` calls `hidden_states[i]`, 0 the embeddings, the model's number
+    of layers the final, normed states."""
     kv_transfer_config: KVTransferConfig | None = None
     """Which KV connector to use; None is none."""
     seed: int = 0
     """Of requests that sample without a seed of their own."""
     model_config: ModelConfig | None = dataclasses.field(default=None, init=False)
     """The loaded model; set in a resolved configuration."""
+    rank: int = dataclasses.field(default=0, init=False)
+    """Of the worker that gets this copy of a resolved configuration."""
+    lanes: Lanes | None = dataclasses.field(default=None, init=False, compare=False)
+    """Where connectors get lanes for their asynchronous work; see `KVConnectorBase_V1.lanes`."""
 
     def __post_init__(self) -> None:
         self.require(
@@ -211,6 +257,14 @@ class EngineConfig(Options):
         self.require_int("max_num_seqs", 1)
         self.require_int("block_size", 1)
         self.require_int("max_waiting_requests", 1)
+        self.require_int("tensor_parallel_size", 1)
+        ids = self.hidden_state_layer_ids
+        self.require(
+            isinstance(ids, tuple)
+            and all(isinstance(i, int) and i >= 0 for i in ids)
+            and len(set(ids)) == len(ids),
+            "hidden_state_layer_ids must be a tuple of different layer numbers from 0.",
+        )
         if self.max_inflight_steps is not None:
             self.require_int("max_inflight_steps", 1, 2)
         self.require_int("seed", 0, 2**63 - 1)
@@ -239,16 +293,37 @@ class EngineConfig(Options):
             f"kv_transfer_config must be a KVTransferConfig, not {type(ktc).__name__}.",
         )
 
-    def resolved(self, model_config: ModelConfig | None = None, **decided: Any) -> EngineConfig:
+    def resolved(
+        self,
+        model_config: ModelConfig | None = None,
+        *,
+        lanes: Lanes | None = None,
+        **decided: Any,
+    ) -> EngineConfig:
         """A copy with what the model and the machine decided filled in."""
-        copy = dataclasses.replace(self, **decided)
-        object.__setattr__(copy, "model_config", model_config)  # frozen for everyone else
+        return self._copy(decided, model_config=model_config, lanes=lanes)
+
+    def with_connector(self, kv_transfer_config: KVTransferConfig) -> EngineConfig:
+        """A copy of a resolved configuration for a connector of a connector."""
+        return self._copy({"kv_transfer_config": kv_transfer_config})
+
+    def for_rank(self, rank: int) -> EngineConfig:
+        """A copy of a resolved configuration for worker `rank`."""
+        return self._copy({}, rank=rank)
+
+    def _copy(self, changes: Mapping[str, Any], **decided: Any) -> EngineConfig:
+        """With fields that the user cannot set."""
+        copy = dataclasses.replace(self, **changes)
+        for name in ("model_config", "rank", "lanes"):
+            value = decided.get(name, getattr(self, name))
+            object.__setattr__(copy, name, value)  # frozen for everyone else
         return copy
 
     @property
     def parallel_config(self) -> ParallelConfig:
-        """Ranks and sizes: one of each."""
-        return ParallelConfig()
+        """Ranks and sizes."""
+        size = self.tensor_parallel_size
+        return ParallelConfig(rank=self.rank, world_size=size, tensor_parallel_size=size)
 
     def _decided(self, name: str) -> int:
         value = getattr(self, name)

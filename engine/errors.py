@@ -6,6 +6,7 @@ InterlaceError
 │   ├── PromptError                 empty, too long, or with token ids the model does not have
 │   └── SamplingError               a sampling field is unknown or out of range
 ├── ConnectorError                  a KV connector broke the protocol, or one of its hooks raised
+├── LaneFullError                   a lane has as much queued work as it may: drop it, or wait
 ├── ModelError                      a model cannot be found, read, or is of an unsupported kind
 ├── EngineBusyError                 the waiting queue is full: retry later
 └── EngineDeadError                 the step loop has ended: sticky, every caller gets it at once
@@ -44,6 +45,13 @@ class ConnectorError(InterlaceError):
     """A KV connector answered what the protocol forbids, or one of its hooks raised.
 
     The message names the connector, the hook and the rule. Mend the connector.
+    """
+
+
+class LaneFullError(InterlaceError):
+    """A lane has `max_pending` pieces of work queued and takes no more; nothing was queued.
+
+    Drop the work and count it, or wait for a gate and try again.
     """
 
 

@@ -12,6 +12,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Self
 
+from interlace.engine.errors import ConnectorError
+from interlace.engine.kv_connector_stats import KVConnectorStats
+from interlace.engine.kv_events import KVConnectorKVEvents
+
 if TYPE_CHECKING:
     from interlace.engine.block_pool import KVCacheBlock
 
@@ -49,8 +53,8 @@ class KVConnectorOutput:
     """Ids of ended requests whose blocks are no longer read."""
     finished_recving: set[str] | None = None
     """Ids of requests whose asynchronous load has ended, well or badly."""
-    kv_connector_stats: Any = None
-    kv_cache_events: Any = None
+    kv_connector_stats: KVConnectorStats | None = None
+    kv_cache_events: KVConnectorKVEvents | None = None
     kv_connector_worker_meta: KVConnectorWorkerMetadata | None = None
     invalid_block_ids: set[int] = dataclasses.field(default_factory=set)
     """Blocks that a load promised and did not fill."""
@@ -62,11 +66,65 @@ class KVConnectorOutput:
         return not (
             self.finished_sending
             or self.finished_recving
-            or self.kv_connector_stats
-            or self.kv_cache_events
+            or (self.kv_connector_stats is not None and not self.kv_connector_stats.is_empty())
+            or (self.kv_cache_events is not None and self.kv_cache_events.get_all_events())
             or self.kv_connector_worker_meta is not None
             or self.invalid_block_ids
         )
+
+    @classmethod
+    def merge(cls, *outputs: KVConnectorOutput) -> KVConnectorOutput:
+        """What several parts reported of one step, as one.
+
+        Sets by union, statistics and worker metadata by `aggregate`, events by `merge`, in the
+        order of `outputs`; these may change what the first ones hold. Finished ids are united,
+        not counted: that is `KVOutputAggregator`'s. Raises: `ConnectorError` if parts expect
+        unequal finished counts, or their statistics are of different kinds.
+        """
+        merged = cls()
+        counts = {output.expected_finished_count for output in outputs} - {0}
+        if len(counts) > 1:
+            raise ConnectorError(
+                f"parts of one step expect unequal finished counts, {sorted(counts)}: let"
+                " get_finished_count answer the same everywhere."
+            )
+        merged.expected_finished_count = counts.pop() if counts else 0
+        for output in outputs:
+            merged._add(output)
+        return merged
+
+    def _add(self, other: KVConnectorOutput) -> None:
+        if other.finished_sending:
+            self.finished_sending = (self.finished_sending or set()) | other.finished_sending
+        if other.finished_recving:
+            self.finished_recving = (self.finished_recving or set()) | other.finished_recving
+        self.invalid_block_ids |= other.invalid_block_ids
+        self.kv_connector_stats = merged_stats(self.kv_connector_stats, other.kv_connector_stats)
+        if self.kv_cache_events is None:
+            self.kv_cache_events = other.kv_cache_events
+        elif other.kv_cache_events is not None:
+            self.kv_cache_events = self.kv_cache_events.merge(other.kv_cache_events)
+        if self.kv_connector_worker_meta is None:
+            self.kv_connector_worker_meta = other.kv_connector_worker_meta
+        elif other.kv_connector_worker_meta is not None:
+            self.kv_connector_worker_meta = self.kv_connector_worker_meta.aggregate(
+                other.kv_connector_worker_meta
+            )
+
+
+def merged_stats(
+    first: KVConnectorStats | None, second: KVConnectorStats | None
+) -> KVConnectorStats | None:
+    """Both as one, which may be the changed `first`. Raises: `ConnectorError` if they are of
+    different kinds."""
+    if first is None or second is None:
+        return second if first is None else first
+    if type(first) is not type(second):
+        raise ConnectorError(
+            f"statistics of different kinds cannot be one: {type(first).__name__} and"
+            f" {type(second).__name__}; let get_kv_connector_stats always return the same kind."
+        )
+    return first.aggregate(second)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -86,6 +144,13 @@ class KVCacheBlocks:
         """
         (group,) = self.blocks
         return [block.block_id for block in group if block.block_hash is None]
+
+    def get_unhashed_block_ids_all_groups(self) -> list[list[int]]:
+        """As `get_unhashed_block_ids`, per group; null blocks are left out."""
+        return [
+            [block.block_id for block in group if block.block_hash is None and not block.is_null]
+            for group in self.blocks
+        ]
 
     def new_empty(self) -> Self:
         """As many groups, and no blocks."""

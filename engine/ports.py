@@ -1,5 +1,5 @@
 """What the engine asks of the world outside it, as Protocols: a step runner, both sides of a KV
-connector, a clock, progress.
+connector, lanes and gates, a clock, progress.
 """
 
 from __future__ import annotations
@@ -52,6 +52,70 @@ class Progress(Protocol):
         `total` is in whatever unit the callable is called with; None if it is not known. Either
         may raise to end the work; long work calls often, with 0 if there is no news.
         """
+        ...
+
+
+class Gate(Protocol):
+    """What has to happen first. Closed, then open or failed; it always ends. Any thread."""
+
+    def query(self) -> bool:
+        """Whether it is no longer closed. Never waits."""
+        ...
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait until it is no longer closed; False if that takes longer than `timeout_s`."""
+        ...
+
+    @property
+    def error(self) -> BaseException | None:
+        """Why it failed; None while it is closed, and if it opened."""
+        ...
+
+
+class Lane(Protocol):
+    """Work that runs in its order, beside everything else: a stream, or its stand-in on a CPU.
+
+    Work must not wait for other work of the same lane. What it raises fails its gates, and the lane
+    goes on.
+    """
+
+    @property
+    def name(self) -> str:
+        """For people: "load", "store"."""
+        ...
+
+    def submit(self, work: Callable[[], None]) -> Gate:
+        """Queue `work`; the gate opens when it has ended, and fails with what it raises.
+
+        Raises: `LaneFullError`, and queues nothing, if `max_pending` are queued already.
+        """
+        ...
+
+    def record(self) -> Gate:
+        """A gate that opens when all work queued so far has ended.
+
+        It fails with the first exception among the work queued since the last `record`.
+        """
+        ...
+
+    def wait(self, gate: Gate) -> None:
+        """What is queued from now on begins when `gate`, of any lane, is no longer closed."""
+        ...
+
+    def query(self) -> bool:
+        """Whether all work has ended. Never waits."""
+        ...
+
+    def close(self, timeout_s: float | None = None) -> bool:
+        """Take no more work, and wait for what is queued; False if it takes longer. Idempotent."""
+        ...
+
+
+class Lanes(Protocol):
+    """Where lanes come from: threads, CUDA streams, or one thread that a seed drives."""
+
+    def lane(self, name: str, *, max_pending: int = 1024) -> Lane:
+        """Make a lane. Lanes of one name are different lanes."""
         ...
 
 

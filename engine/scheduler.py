@@ -257,7 +257,7 @@ class Scheduler:
         if not plan.preempted and not self._must_drain:
             self._schedule_parked(plan)
             self._schedule_waiting(plan)
-        if plan.scheduled or plan.num_begun_loads:
+        if plan.scheduled or plan.begun_loads:
             return self._commit(plan)
         has_news = self._finished_req_ids or plan.preempted or (poll and self.awaits_connector)
         if has_news and not self._inflight:
@@ -353,7 +353,7 @@ class Scheduler:
             plan.budget > 0
             and place < len(self.waiting)
             and len(self.running) < self.config.max_num_seqs
-            and plan.num_begun_loads < MAX_BEGUN_LOADS
+            and len(plan.begun_loads) < MAX_BEGUN_LOADS
         ):
             if num_deferred == MAX_DEFERRED:
                 self._ask_from = place
@@ -418,7 +418,7 @@ class Scheduler:
         request.num_computed_tokens = loaded.stop
         request.status = RequestStatus.WAITING_FOR_REMOTE_KVS
         self.parked.add(request)
-        plan.num_begun_loads += 1
+        plan.begun_loads.append(request)
 
     def _allocate(
         self, plan: StepPlan, request: Request, num_tokens: int, loaded: range

@@ -77,6 +77,6 @@ class SchedulerOutput:
     """Zero these before the step's loads begin: a load fills them only in part."""
     loading_block_ids: frozenset[int] = frozenset()
     """Blocks that a connector fills within this step."""
-    begins_async_loads: bool = False
-    """Whether asynchronous loads were allocated since the step before."""
+    async_loading_req_ids: frozenset[str] = frozenset()
+    """Requests whose asynchronous loads begin with this step."""
     kv_connector_metadata: Any = None

@@ -59,8 +59,8 @@ class StepPlan:
     scheduled: list[ScheduledRequest] = dataclasses.field(default_factory=list)
     preempted: list[Request] = dataclasses.field(default_factory=list)
     """Since the step before."""
-    num_begun_loads: int = 0
-    """Asynchronous loads that begin with this step."""
+    begun_loads: list[Request] = dataclasses.field(default_factory=list)
+    """Requests whose asynchronous loads begin with this step."""
     zeroed_blocks: list[int] = dataclasses.field(default_factory=list)
     tables: dict[str, tuple[KVCacheBlock, ...]] = dataclasses.field(default_factory=dict)
     """Request id -> its blocks, kept where a load within the step may turn out bad."""
@@ -104,7 +104,7 @@ def build_output(plan: StepPlan, finished: frozenset[str], block_size: int) -> S
         loading_block_ids=frozenset(
             block.block_id for item in plan.scheduled for block in _loaded_blocks(item, block_size)
         ),
-        begins_async_loads=plan.num_begun_loads > 0,
+        async_loading_req_ids=frozenset(r.request_id for r in plan.begun_loads),
     )
 
 

@@ -69,7 +69,7 @@ class KVHooks:
         self._failed_blocks = frozenset()
         self._call(self._connector.bind_connector_metadata, output.kv_connector_metadata)
         self._context = ForwardContext(self._layers, make_metadata)
-        if output.loading_block_ids and not output.begins_async_loads:
+        if output.loading_block_ids and not output.async_loading_req_ids:
             self._load(output, self._connector.start_load_kv, self._context)
         else:
             self._call(self._connector.start_load_kv, self._context)

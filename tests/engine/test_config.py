@@ -69,7 +69,7 @@ def test_roles(role: KVRole, produces: bool, consumes: bool) -> None:
     [
         ({"kv_connector": "X"}, "needs a kv_role"),
         ({"kv_connector": ""}, "kv_connector must be a name"),
-        ({"enable_permute_local_kv": True}, "enable_permute_local_kv is not supported"),
+        ({"enable_permute_local_kv": True}, "nothing reads enable_permute_local_kv"),
         ({"kv_connector": 5}, "kv_connector must be a name"),
         ({"kv_connector_module_path": ""}, "kv_connector_module_path must be a name"),
         ({"kv_connector_extra_config": []}, "must be a mapping"),
