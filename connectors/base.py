@@ -15,7 +15,8 @@ from __future__ import annotations
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 from interlace.engine.config import EngineConfig
 from interlace.engine.errors import ConfigError, ConnectorError
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from interlace.layers.forward_context import ForwardContext
 
 __all__ = [
+    "CheckSetup",
     "CopyBlocksOp",
     "KVCacheBlocks",
     "KVCacheConfig",
@@ -71,6 +73,15 @@ CopyBlocksOp = Callable[
 """(source caches, target caches, source block ids, target block ids, direction)."""
 
 
+class CheckSetup(NamedTuple):
+    """How `interlace check` is to run a connector."""
+
+    extra_config: dict[str, Any] = {}  # noqa: RUF012 - nobody changes it
+    """`kv_connector_extra_config`."""
+    engine_options: dict[str, Any] = {}  # noqa: RUF012
+    """Keywords of `EngineConfig` that the connector cannot do without."""
+
+
 class SupportsHMA(ABC):
     """Mix-in of connectors that know several KV-cache groups."""
 
@@ -92,7 +103,7 @@ class KVConnectorBase_V1(ABC):  # noqa: N801 - the protocol's name
     """Brings KV from elsewhere and takes it there. See the module's docstring.
 
     Beside vLLM's protocol there are extensions, all of which a connector may leave alone: `lanes`,
-    and what `interlace check` is told by `kv_is_synthetic`, `store_fault_kinds` and
+    and what `interlace check` is told by `kv_is_synthetic`, `check_setup`, `store_fault_kinds` and
     `inject_store_fault`.
     """
 
@@ -395,6 +406,15 @@ class KVConnectorBase_V1(ABC):  # noqa: N801 - the protocol's name
         steps, or when the engine could not be opened."""
 
     # ---------------------------------------------------------------- of the class
+
+    @classmethod
+    def check_setup(cls, scratch: Path) -> CheckSetup:
+        """What `interlace check` runs the connector with if it is given no configuration.
+
+        `scratch` is an empty folder, removed afterwards; each check of the connector has one, and
+        its engines share it one after another. An extension of the protocol.
+        """
+        return CheckSetup()
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: EngineConfig) -> str | None:

@@ -1,4 +1,7 @@
-"""The KV cache on the device: pages `[block][K,V][token][kv head][head size]`, one tensor a layer.
+"""The KV cache on the device: pages of every layer, in one of several layouts.
+
+In each layout a layer's pages have the shape `[block][K,V][token][kv head][head size]`; their strides
+say how they lie (`layers/attention_backend.py`). One tensor a layer, or one over all layers.
 
 Block 0 is the null block; its pages are zero and stay so. Slots that hold no token are never
 attended to, but a kernel may read them, so a block is zeroed where its filling begins: a masked
@@ -7,6 +10,7 @@ slot then holds a number, whatever the block's last owner left there. Device thr
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import mmap
 from collections.abc import Sequence
@@ -15,8 +19,12 @@ import torch
 
 from interlace.engine.kv_connector import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from interlace.engine.scheduler_output import BlockCopy
+from interlace.layers.attention_backend import KVCacheLayout, attention_backend
 
 K, V = 0, 1
+
+CACHE_ONLY_LAYER = "cache_only_layers.0"
+"""The name by which KV connectors know the layer that keeps vectors and attends to nothing."""
 
 
 def layer_name(index: int) -> str:
@@ -24,9 +32,14 @@ def layer_name(index: int) -> str:
     return f"model.layers.{index}.self_attn.attn"
 
 
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A zeroed tensor; on a CPU it takes memory only where it is written to."""
-    if device.type != "cpu":
+def zeroed(
+    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | None = None
+) -> torch.Tensor:
+    """A zeroed, contiguous tensor; on a CPU (None too) it takes memory only where it is written to.
+
+    Raises: `MemoryError` if the machine will not promise that much.
+    """
+    if device is not None and device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     try:
         memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize)
@@ -35,10 +48,56 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
     return torch.frombuffer(memory, dtype=dtype).view(shape)
 
 
-class KVPages:
-    """Pages of every layer.
+@dataclasses.dataclass(frozen=True, slots=True)
+class PageShape:
+    """What one block holds over all layers: known before any memory exists. Any thread."""
 
-    `layers[i]` has shape [num_blocks, 2, block_size, num_kv_heads, head_dim] and is contiguous.
+    num_layers: int
+    block_size: int
+    """Tokens per block."""
+    num_kv_heads: int
+    """Those of one worker."""
+    head_dim: int
+    dtype: torch.dtype
+    cache_only: tuple[int, int] | None = None
+    """Vectors per token and numbers per vector of the cache-only layer, if there is one."""
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one block of one attention layer, K and V together."""
+        return 2 * self.block_size * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block over all layers, the cache-only one included."""
+        kept = self.block_size * math.prod(self.cache_only or (0,)) * self.dtype.itemsize
+        return self.num_layers * self.page_bytes + kept
+
+    def describe(self, num_blocks: int) -> KVCacheConfig:
+        """How `num_blocks` blocks, the null block included, lie; for a KV connector.
+
+        The cache-only layer is in no group: groups are about attention.
+        """
+        spec = FullAttentionSpec(
+            block_size=self.block_size,
+            num_kv_heads=self.num_kv_heads,
+            head_size=self.head_dim,
+            dtype=self.dtype,
+            page_size_bytes=self.page_bytes,
+        )
+        names = tuple(layer_name(i) for i in range(self.num_layers))
+        return KVCacheConfig(num_blocks, (KVCacheGroupSpec(names, spec),))
+
+
+class KVPages:
+    """Pages of every layer, and what moves KV in and out of them in whatever layout they have.
+
+    `layers[i]` has shape [num_blocks, 2, block_size, num_kv_heads, head_dim]. It is contiguous with
+    the layout NHD and a tensor per layer, and else a view. With `cross_layers` all of them are views
+    on `cross_layers_tensor`, which is contiguous in the order [num_blocks, num_layers, 2, ...].
+
+    `cache_only`, if asked for, has shape [num_blocks, block_size, vectors, vector size], contiguous
+    and by itself: vectors per token that no attention reads.
     """
 
     def __init__(
@@ -51,73 +110,41 @@ class KVPages:
         head_dim: int,
         dtype: torch.dtype,
         device: torch.device,
+        layout: KVCacheLayout = "NHD",
+        cross_layers: bool = False,
+        cache_only: tuple[int, int] | None = None,
     ) -> None:
-        """Raises: `MemoryError` if the machine will not promise that much memory."""
-        shape = (num_blocks, 2, block_size, num_kv_heads, head_dim)
-        self.layers = [_zeros(shape, dtype, device) for _ in range(num_layers)]
+        """Raises: `MemoryError` if the machine will not promise that much memory.
+
+        `ConfigError` for an unknown layout.
+        """
+        self.shape = PageShape(num_layers, block_size, num_kv_heads, head_dim, dtype, cache_only)
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.num_kv_heads = num_kv_heads
         self.head_dim = head_dim
-        # One row per (block, K or V, token): a view on the same memory.
-        self._rows = [pages.view(num_blocks * 2 * block_size, -1) for pages in self.layers]
-        # One row per (block, K or V).
-        self._halves = [pages.view(num_blocks * 2, -1) for pages in self.layers]
-
-    def by_name(self) -> dict[str, torch.Tensor]:
-        """Layer name -> its pages, in order of depth."""
-        return {layer_name(i): pages for i, pages in enumerate(self.layers)}
-
-    def describe(self) -> KVCacheConfig:
-        """How the pages lie, for a KV connector."""
-        pages = self.layers[0]
-        spec = FullAttentionSpec(
-            block_size=self.block_size,
-            num_kv_heads=self.num_kv_heads,
-            head_size=self.head_dim,
-            dtype=pages.dtype,
-            page_size_bytes=pages[0].nbytes,
+        self.attention_backend = attention_backend(layout)
+        logical = self.attention_backend.get_kv_cache_shape(
+            num_blocks, block_size, num_kv_heads, head_dim
         )
-        return KVCacheConfig(self.num_blocks, (KVCacheGroupSpec(tuple(self.by_name()), spec),))
-
-    @staticmethod
-    def block_bytes(
-        *, num_layers: int, block_size: int, num_kv_heads: int, head_dim: int, itemsize: int
-    ) -> int:
-        """Bytes of one block over all layers."""
-        return num_layers * 2 * block_size * num_kv_heads * head_dim * itemsize
-
-    def kv_rows(self, slots: torch.Tensor) -> torch.Tensor:
-        """Row numbers for `write`: of the K rows, then the V rows, of `slots` [T].
-
-        A slot is `block_id * block_size + offset`.
-        """
-        block, offset = slots // self.block_size, slots % self.block_size
-        k_rows = block * 2 * self.block_size + offset
-        return torch.cat((k_rows, k_rows + self.block_size))
-
-    def write(self, layer: int, rows: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Put `k` and `v`, each [T, num_kv_heads, head_dim], into `rows` from `kv_rows`."""
-        kv = torch.cat((k.reshape(len(k), -1), v.reshape(len(v), -1)))
-        self._rows[layer].index_copy_(0, rows, kv)
-
-    def gather(self, layer: int, halves: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        """Copy whole K or V blocks to `out` [len(halves), block_size * num_kv_heads * head_dim].
-
-        `halves` is `block_id * 2 + K` or `block_id * 2 + V`, int64.
-        """
-        return torch.index_select(self._halves[layer], 0, halves, out=out)
-
-    def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
-        """Copy whole blocks in every layer; no block is both a source and a target."""
-        if not copies:
-            return
-        ids = torch.tensor(copies, device=self.layers[0].device)
-        for pages in self.layers:
-            pages.index_copy_(0, ids[:, 1], pages.index_select(0, ids[:, 0]))
-
-    def zero_blocks(self, block_ids: Sequence[int]) -> None:
-        """Zero these blocks in every layer."""
-        ids = torch.tensor(block_ids, device=self.layers[0].device)
-        for pages in self.layers:
-            pages.index_fill_(0, ids, 0)
+        self.cross_layers_tensor: torch.Tensor | None = None
+        self.cache_only: torch.Tensor | None = None
+        # Contiguous, with the block dimension first: what copying and zeroing go through.
+        self._memories: list[torch.Tensor]
+        if cross_layers:
+            order = self.attention_backend.get_kv_cache_stride_order(
+                include_num_layers_dimension=True
+            )
+            memory = zeroed(_picked((num_layers, *logical), order), dtype, device)
+            self.cross_layers_tensor = memory
+            self._memories = [memory]
+            self.layers = list(memory.permute(_inverse(order)))
+        else:
+            order = self.attention_backend.get_kv_cache_stride_order()
+            shape = _picked(logical, order)
+            self._memories = [zeroed(shape, dtype, device) for _ in range(num_layers)]
+            self.layers = [memory.permute(_inverse(order)) for memory in self._memories]
+        self._index_layers()
+        if cache_only is not None:
+            self.cache_only = zeroed((num_blocks, block_size, *cache_only), dtype, device)
+            self._memories.append(self.cache_only)
