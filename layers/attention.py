@@ -7,6 +7,7 @@ longer chunk is cut into pieces. The kernel is torch's flash attention for CPUs.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Sequence
 
@@ -49,8 +50,8 @@ class _Group:
     """Requests whose KV is gathered together: B of them with one token each, or one with many."""
 
     batch: int
-    halves: tuple[Tensor, Tensor]
-    """K and V, each [B * N]: what to gather, N blocks a request."""
+    block_ids: Tensor
+    """int64 [B * N]: what to gather, N blocks a request."""
     pieces: tuple[_Piece, ...]
     """One for B tokens, or the chunk cut up."""
 
@@ -90,10 +91,19 @@ class PagedAttention:
             _decode_group(pages, chunks, starts, members, dtype)
             for members in _by_length(chunks, decodes, pages.block_size)
         ] + [_prefill_group(pages, chunks[i], int(starts[i]), triangle) for i in prefills]
-        most = max(len(group.halves[K]) for group in self._groups)
-        width = pages.block_size * pages.num_kv_heads * pages.head_dim
-        self._k = torch.empty((most, width), dtype=dtype)
-        self._v = torch.empty((most, width), dtype=dtype)
+        most = max(len(group.block_ids) for group in self._groups)
+        gathered = (most, pages.block_size, pages.num_kv_heads, pages.head_dim)
+        self._k = torch.empty(gathered, dtype=dtype)
+        self._v = torch.empty(gathered, dtype=dtype)
+
+    def on(self, pages: KVPages) -> PagedAttention:
+        """The same step on the pages of another worker, which are of the same shape and layout.
+
+        Indices, masks and buffers are shared, so one of the two runs at a time.
+        """
+        other = copy.copy(self)
+        other._pages = pages
+        return other
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """See `Attend`."""
@@ -108,10 +118,10 @@ class PagedAttention:
 
     def _gather(self, layer: int, group: _Group) -> tuple[Tensor, Tensor]:
         """K and V of the group, each [B, kv heads, keys, head_dim], as views on a buffer."""
-        pages, n = self._pages, len(group.halves[K])
+        pages, n = self._pages, len(group.block_ids)
         shape = (group.batch, -1, pages.num_kv_heads, pages.head_dim)
-        k = pages.gather(layer, group.halves[K], self._k[:n]).view(shape)
-        v = pages.gather(layer, group.halves[V], self._v[:n]).view(shape)
+        k = pages.gather(layer, K, group.block_ids, self._k[:n]).view(shape)
+        v = pages.gather(layer, V, group.block_ids, self._v[:n]).view(shape)
         return k.transpose(1, 2), v.transpose(1, 2)
 
     def _attend(self, k: Tensor, v: Tensor, piece: _Piece, q: Tensor) -> Tensor:
@@ -146,11 +156,6 @@ def _num_blocks(chunk: SequenceChunk, block_size: int) -> int:
     return -(-chunk.end // block_size)
 
 
-def _halves(block_ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Where `KVPages.gather` finds the K and the V of these blocks."""
-    return block_ids * 2 + K, block_ids * 2 + V
-
-
 def _by_length(
     chunks: Sequence[SequenceChunk], members: Sequence[int], block_size: int
 ) -> list[list[int]]:
@@ -178,7 +183,7 @@ def _decode_group(
     hidden = torch.arange(num_keys) >= ends[:, None]
     mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))
     piece = _Piece(torch.from_numpy(starts[members]), mask[:, None, None], num_keys)
-    return _Group(len(members), _halves(torch.from_numpy(table.reshape(-1))), (piece,))
+    return _Group(len(members), torch.from_numpy(table.reshape(-1)), (piece,))
 
 
 class _Triangle:
@@ -217,4 +222,4 @@ def _prefill_group(pages: KVPages, chunk: SequenceChunk, start: int, triangle: _
         mask = triangle.mask(first, end - first)
         pieces.append(_Piece(slice(first + offset, end + offset), mask, end))
     blocks = chunk.block_ids[: _num_blocks(chunk, pages.block_size)]
-    return _Group(1, _halves(torch.tensor(blocks, dtype=torch.int64)), tuple(pieces))
+    return _Group(1, torch.tensor(blocks, dtype=torch.int64), tuple(pieces))
