@@ -1,9 +1,14 @@
-"""Paged, batched attention against a plain float64 twin; poisoned slots are never read."""
+"""Paged, batched attention against a plain float64 twin; poisoned slots are never read.
+
+All layouts of the pages give the same bits; workers that share the heads give the same answer.
+"""
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -11,21 +16,30 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from interlace.layers.attention import PagedAttention, SequenceChunk
+from interlace.layers.attention_backend import KVCacheLayout
 from interlace.layers.kv_pages import K, KVPages, V
 
 BLOCK = 4
 HEADS, KV_HEADS, DIM = 6, 2, 8
 
 
-def _pages(num_blocks: int, dtype: torch.dtype = torch.float64) -> KVPages:
+def _pages(
+    num_blocks: int,
+    dtype: torch.dtype = torch.float64,
+    layout: KVCacheLayout = "NHD",
+    cross_layers: bool = False,
+    kv_heads: int = KV_HEADS,
+) -> KVPages:
     return KVPages(
         num_layers=2,
         num_blocks=num_blocks,
         block_size=BLOCK,
-        num_kv_heads=KV_HEADS,
+        num_kv_heads=kv_heads,
         head_dim=DIM,
         dtype=dtype,
         device=torch.device("cpu"),
+        layout=layout,
+        cross_layers=cross_layers,
     )
 
 
@@ -108,3 +122,102 @@ def test_a_request_reads_blocks_that_another_fills_in_the_same_step(end: int) ->
     past_k = torch.cat((k[:BLOCK], k[end:]))
     past_v = torch.cat((v[:BLOCK], v[end:]))
     torch.testing.assert_close(out[end:], _plain(q[end:], past_k, past_v, BLOCK))
+
+
+class Batch:
+    """A random step over random KV, for pages of any layout or any share of the heads."""
+
+    def __init__(self, spans: Sequence[tuple[int, int]], dtype: torch.dtype, seed: int) -> None:
+        """`spans` are [start, end) of each request."""
+        generator = torch.Generator().manual_seed(seed)
+        counts = [-(-end // BLOCK) for _, end in spans]
+        free = list(range(1, sum(counts) + 1))
+        random.Random(seed).shuffle(free)
+        self.num_blocks = len(free) + 1
+        self.chunks = [
+            SequenceChunk([free.pop() for _ in range(count)], start, end)
+            for count, (start, end) in zip(counts, spans, strict=True)
+        ]
+        self.dtype = dtype
+        past = (2, self.num_blocks, 2, BLOCK, KV_HEADS, DIM)
+        self.past = torch.randn(past, generator=generator).to(dtype)
+        self.past[:, 0] = 0
+        num_tokens = sum(end - start for start, end in spans)
+        qkv = torch.randn(num_tokens, HEADS + 2 * KV_HEADS, DIM, generator=generator).to(dtype)
+        # As the decoder gives them: views with gaps between the tokens.
+        self.q, self.k, self.v = qkv.tensor_split((HEADS, HEADS + KV_HEADS), 1)
+
+    def pages(
+        self,
+        layout: KVCacheLayout = "NHD",
+        cross_layers: bool = False,
+        heads: slice = slice(0, KV_HEADS),
+    ) -> KVPages:
+        """With the past of these KV heads."""
+        count = heads.stop - heads.start
+        pages = _pages(self.num_blocks, self.dtype, layout, cross_layers, count)
+        for layer, past in zip(pages.layers, self.past, strict=True):
+            layer.copy_(past[..., heads, :])
+        return pages
+
+
+batches = st.builds(
+    lambda starts, dtype, seed: Batch([(s, s + n) for s, n in starts], dtype, seed),
+    st.lists(st.tuples(st.integers(0, 40), st.sampled_from([1, 1, 2, 9])), min_size=1, max_size=6),
+    st.sampled_from([torch.float32, torch.float64, torch.bfloat16]),
+    st.integers(0, 10**6),
+)
+
+
+@settings(max_examples=40, deadline=None)
+@given(batch=batches, piece_tokens=st.sampled_from([3, 64]))
+def test_all_layouts_give_the_same_bits(batch: Batch, piece_tokens: int) -> None:
+    layouts: tuple[KVCacheLayout, ...] = ("NHD", "HND")
+    outs = []
+    for way in itertools.product(layouts, (False, True)):
+        pages = batch.pages(*way)
+        attend = PagedAttention(pages, batch.chunks, HEADS, piece_tokens=piece_tokens)
+        outs.append([attend(layer, batch.q, batch.k, batch.v) for layer in range(2)])
+    for out in outs[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(out, outs[0], strict=True))
+
+
+TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-13, torch.bfloat16: 1e-2}
+"""A sum's last bits depend on how BLAS splits it. That depends on how many heads the kernel can
+deal out to threads (one head of one request runs outside of any team of threads), and on where a
+thread's scratch memory begins; so a head alone can differ from the same head in company."""
+
+
+@settings(max_examples=40, deadline=None)
+@given(batch=batches, layout=st.sampled_from(["NHD", "HND"]), cross_layers=st.booleans())
+def test_workers_that_share_the_heads_give_the_whole_answer(
+    batch: Batch, layout: KVCacheLayout, cross_layers: bool
+) -> None:
+    whole = PagedAttention(batch.pages(), batch.chunks, HEADS)
+    expected = whole(1, batch.q, batch.k, batch.v)
+    group = HEADS // KV_HEADS
+    attend: PagedAttention | None = None
+    outs = []
+    for worker in range(KV_HEADS):
+        kv = slice(worker, worker + 1)
+        pages = batch.pages(layout, cross_layers, kv)
+        attend = attend.on(pages) if attend else PagedAttention(pages, batch.chunks, group)
+        assert torch.equal(attend.slots, whole.slots)
+        mine = slice(worker * group, (worker + 1) * group)
+        outs.append(attend(1, batch.q[:, mine], batch.k[:, kv], batch.v[:, kv]))
+        assert torch.equal(pages.layers[1][..., 0, :], _written(batch, worker))
+    tolerance = TOLERANCE[batch.dtype]
+    torch.testing.assert_close(torch.cat(outs, 1), expected, rtol=tolerance, atol=tolerance)
+
+
+def _written(batch: Batch, kv_head: int) -> torch.Tensor:
+    """What layer 1 holds of one KV head after the step."""
+    pages = batch.past[1, ..., kv_head, :].clone()
+    at = 0
+    for chunk in batch.chunks:
+        for position in range(chunk.start, chunk.end):
+            page = pages[chunk.block_ids[position // BLOCK]]
+            page[K, position % BLOCK] = batch.k[at, kv_head]
+            page[V, position % BLOCK] = batch.v[at, kv_head]
+            at += 1
+    return pages
