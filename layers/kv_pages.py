@@ -139,13 +139,6 @@ class KVPages:
         """See `PageShape.describe`."""
         return self.page_shape.describe(self.num_blocks)
 
-    @staticmethod
-    def block_bytes(
-        *, num_layers: int, block_size: int, num_kv_heads: int, head_dim: int, itemsize: int
-    ) -> int:
-        """Bytes of one block over all layers, without a cache-only one."""
-        return num_layers * 2 * block_size * num_kv_heads * head_dim * itemsize
-
     def kv_rows(self, slots: torch.Tensor) -> torch.Tensor:
         """Row numbers for `write`: of the K of `slots` [T], then of their V.
 
