@@ -450,7 +450,7 @@ class KVConnectorBase_V1(ABC):  # noqa: N801 - the protocol's name
     def build_prom_metrics(
         cls,
         vllm_config: EngineConfig,
-        metric_types: Mapping[type[Any], type[Any]],
+        metric_types: Mapping[type[Any], Callable[..., Any]],
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],
     ) -> KVConnectorPromMetrics | None:

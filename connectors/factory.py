@@ -12,19 +12,20 @@ import enum
 import importlib
 import inspect
 import logging
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from interlace.connectors.base import KVConnectorBase_V1
 from interlace.engine.config import EngineConfig, KVTransferConfig
 from interlace.engine.errors import ConfigError, InterlaceError
 from interlace.engine.kv_connector import KVCacheConfig, KVConnectorRole
 
+if TYPE_CHECKING:
+    from interlace.layers.attention_backend import KVCacheLayout
+
 logger = logging.getLogger(__name__)
 
-NHD = "NHD"
-"""Pages [block][K,V][token][kv head][head size]: vLLM's name for heads within tokens."""
-LAYOUTS = (None, NHD)
-"""What a connector may require; None for one that takes any."""
+GRAPH_MODES_WITH_FULL = ("FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE")
+"""Modes in which whole steps are one device graph (vLLM's names)."""
 
 
 class _Home(NamedTuple):
@@ -35,9 +36,31 @@ class _Home(NamedTuple):
 
 
 _BUILT_IN = {
+    "DecodeBenchConnector": _Home(
+        "interlace.connectors.decode_bench_connector", "DecodeBenchConnector"
+    ),
     "ExampleConnector": _Home("interlace.connectors.example_connector", "ExampleConnector"),
+    "ExampleHiddenStatesConnector": _Home(
+        "interlace.connectors.example_hidden_states_connector", "ExampleHiddenStatesConnector"
+    ),
+    "MultiConnector": _Home("interlace.connectors.multi_connector", "MultiConnector"),
     "ScriptedConnector": _Home("interlace.connectors.conformance.scripted", "ScriptedConnector"),
 }
+_NOT_THERE_YET = frozenset(
+    {
+        "FlexKVConnectorV1",
+        "HF3FSKVConnector",
+        "LMCacheConnectorV1",
+        "LMCacheMPConnector",
+        "MoRIIOConnector",
+        "MooncakeConnector",
+        "NixlConnector",
+        "OffloadingConnector",
+        "P2pNcclConnector",
+        "SimpleCPUOffloadConnector",
+    }
+)
+"""vLLM's other built-in connectors."""
 
 
 class KVConnectorFactory:
@@ -84,7 +107,7 @@ class KVConnectorFactory:
         if is_old:
             self._tell_of_old_signature(cls)
         try:
-            _check_layout(cls, config)
+            _check_fields(cls, config.kv_transfer_config)
             return _construct(cls, config, role, kv_cache_config)
         except InterlaceError:
             raise
@@ -94,12 +117,56 @@ class KVConnectorFactory:
                 f" {type(error).__name__}: {error}"
             ) from error
 
+    def required_layout(self, config: EngineConfig) -> KVCacheLayout:
+        """How KV pages are to lie for the connector that `config` names.
+
+        Raises: `ConfigError` if it needs a layout that does not exist.
+        """
+        cls = self._class_of(config)
+        try:
+            layout = cls.get_required_kvcache_layout(config)
+        except Exception as error:
+            raise ConfigError(
+                f"{cls.__name__}.get_required_kvcache_layout raised {type(error).__name__}: {error}"
+            ) from error
+        match layout:
+            case None:
+                return "NHD"
+            case "NHD" | "HND":
+                return layout
+        raise ConfigError(
+            f"the KV connector {cls.__name__} needs the KV-cache layout {layout!r}, which does not"
+            " exist here: get_required_kvcache_layout may return 'NHD', 'HND' or None, for any."
+        )
+
+    def graph_mode(self, config: KVTransferConfig, mode: str | None) -> str | None:
+        """`mode`, a `cudagraph_mode`, or "PIECEWISE" if the connector needs the layer hooks that a
+        full graph would leave out. Raises: `ConfigError`."""
+        cls = self.get_connector_class(config)
+        if mode not in GRAPH_MODES_WITH_FULL:
+            return mode
+        if not cls.requires_piecewise_for_cudagraph(dict(config.kv_connector_extra_config)):
+            return mode
+        logger.warning("%s needs its layer hooks: PIECEWISE replaces %s", cls.__name__, mode)
+        return "PIECEWISE"
+
+    def _class_of(self, config: EngineConfig) -> type[KVConnectorBase_V1]:
+        if config.kv_transfer_config is None:
+            raise ConfigError("there is no KV connector to make: set kv_transfer_config.")
+        return self.get_connector_class(config.kv_transfer_config)
+
     def get_connector_class(self, kv_transfer_config: KVTransferConfig) -> type[KVConnectorBase_V1]:
         """The class that the configuration names. Raises: `ConfigError`."""
         return self._get_connector_class_with_compat(kv_transfer_config)[0]
 
     def get_connector_class_by_name(self, name: str) -> type[KVConnectorBase_V1]:
         """The registered class of that name. Raises: `ConfigError`."""
+        if name not in self._homes and name in _NOT_THERE_YET:
+            raise ConfigError(
+                f"the KV connector {name!r} is one of vLLM's that Interlace knows and does not have"
+                f" yet. There are: {', '.join(self.known_names)}. If you have a class of that name"
+                " for this engine, set kv_connector_module_path to its module."
+            )
         if name not in self._homes:
             near = difflib.get_close_matches(name, self._homes, n=1)
             hint = f" Did you mean {near[0]!r}?" if near else ""
@@ -177,13 +244,13 @@ def _checked(found: object, path: str) -> type[KVConnectorBase_V1]:
     return found
 
 
-def _check_layout(cls: type[KVConnectorBase_V1], config: EngineConfig) -> None:
-    """Raises: `ConfigError` for a connector that needs pages of another layout than ours."""
-    layout = cls.get_required_kvcache_layout(config)
-    if layout not in LAYOUTS:
+def _check_fields(cls: type[KVConnectorBase_V1], config: KVTransferConfig) -> None:
+    """Raises: `ConfigError` for fields that one of Interlace's own connectors does not read."""
+    fields = config.fields_of_others
+    if fields and cls.__module__.startswith("interlace."):
         raise ConfigError(
-            f"the KV connector {cls.__name__} needs the KV-cache layout {layout!r}, which does not"
-            f" exist here: get_required_kvcache_layout may return {NHD!r} or None, for any."
+            f"{cls.__name__} does not read {', '.join(fields)}; none of Interlace's own connectors"
+            " does. Leave that out, or configure it by kv_connector_extra_config."
         )
 
 

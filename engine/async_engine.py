@@ -13,7 +13,7 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from interlace.engine.clock import MonotonicClock
 from interlace.engine.config import EngineConfig, KVTransferConfig, ModelConfig
@@ -47,6 +47,11 @@ from interlace.engine.scheduler import Scheduler
 from interlace.engine.snapshot import EngineSnapshot, take_snapshot
 from interlace.engine.tokenizer import Tokenizer
 
+if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry
+
+    from interlace.engine.connector_metrics import ConnectorMetrics
+
 INLINE_TOKENS = 1024
 """Longer prompts are hashed in a thread; this many take about 0.2 ms."""
 
@@ -71,7 +76,10 @@ class AsyncEngine:
     ) -> None:
         """`config` is resolved. `device` is the thread on which `runner` was made; whoever gives
         one closes it after the engine. `connector` is the scheduler side of the KV connector whose
-        worker side `runner` has; the engine ends both."""
+        worker side `runner` has; the engine ends both.
+
+        Raises: `ConnectorError`; then whoever made the parts closes them.
+        """
         self.config = config
         self.model_config = model_config
         self.tokenizer = tokenizer
@@ -80,6 +88,7 @@ class AsyncEngine:
         self._runner = runner
         self._owns_device = device is None
         self._device = device or DeviceThread()
+        self._metrics = None if connector is None else self._make_metrics(connector)
         self._scheduler = Scheduler(
             config.scheduler_config,
             config.cache_config,
@@ -88,6 +97,7 @@ class AsyncEngine:
             self._events,
             connector,
             (config.kv_transfer_config or KVTransferConfig()).kv_load_failure_policy,
+            self._metrics,
         )
         self._has_connector = connector is not None
         self._outputs = OutputProcessor(self._scheduler, tokenizer, self._clock, self._events)
@@ -100,18 +110,48 @@ class AsyncEngine:
         self._loop: StepLoop | None = None
         self._dead: EngineDeadError | None = None
 
+    def _make_metrics(self, connector: SchedulerConnector) -> ConnectorMetrics:
+        # Takes tens of milliseconds to import, and only engines with a connector need it.
+        from interlace.engine.connector_metrics import ConnectorMetrics
+
+        return ConnectorMetrics(connector, self.config, self._clock)
+
     # ---------------------------------------------------------------- life
 
     async def __aenter__(self) -> Self:
-        """Start the step loop. Raises: `EngineDeadError` if this engine was opened before."""
+        """Let a connector's two sides learn of each other, and start the step loop.
+
+        Raises: `EngineDeadError` if this engine was opened before; `ConnectorError`, after which
+        its parts are closed. Cancellation: the same.
+        """
         if self._loop is not None:
             raise EngineDeadError("an engine is opened once; build a new one.")
         self._loop = StepLoop(
             self._scheduler, self._runner, self._device, self._outputs, self._clock, self._events
         )
+        if self._has_connector:
+            await self._connect()
         await self._tasks.__aenter__()
         self._tasks.create_task(self._loop.run(self._die), name="interlace-step-loop")
         return self
+
+    async def _connect(self) -> None:
+        try:
+            await finish_despite_cancel(self._device.submit(self._scheduler.connect, self._runner))
+        except BaseException as error:
+            self._dead = EngineDeadError(f"the engine could not be opened: {error}")
+            await self._release()
+            raise
+
+    async def _release(self) -> None:
+        """End all parts. Cancellation: they end all the same."""
+        self._events.close()
+        self._text_threads.shutdown(wait=False)
+        try:
+            await finish_despite_cancel(self._device.submit(self._close_parts))
+        finally:
+            if self._owns_device:
+                self._device.close()
 
     async def __aexit__(
         self,
@@ -133,13 +173,7 @@ class AsyncEngine:
         try:
             await self._tasks.__aexit__(None, None, None)
         finally:
-            self._events.close()
-            self._text_threads.shutdown(wait=False)
-            try:
-                await finish_despite_cancel(self._device.submit(self._close_parts))
-            finally:
-                if self._owns_device:
-                    self._device.close()
+            await self._release()
 
     def _close_parts(self) -> None:
         """Device thread: connectors may wait for files."""
@@ -383,7 +417,20 @@ class AsyncEngine:
 
     def snapshot(self) -> EngineSnapshot:
         """A frozen picture of queues, blocks and totals, as of now."""
-        return take_snapshot(self._scheduler, self._num_preparing, self._clock.monotonic())
+        return take_snapshot(
+            self._scheduler,
+            self._num_preparing,
+            self._clock.monotonic(),
+            {} if self._metrics is None else self._metrics.reduce(),
+        )
+
+    @property
+    def metrics(self) -> CollectorRegistry | None:
+        """What the KV connector's Prometheus exporter keeps; None without a connector.
+
+        A registry of this engine's own: `prometheus_client.generate_latest(engine.metrics)`.
+        """
+        return None if self._metrics is None else self._metrics.registry
 
     def events(self, max_pending: int = 65536) -> EventStream:
         """An async iterator over what happens from now on; see `interlace.engine.events`.

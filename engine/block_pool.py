@@ -1,6 +1,6 @@
 """KV blocks: who holds them, which are free, and which content they hold.
 
-A block is *free* (ref_count 0; it may still hold published content until it is handed out again),
+A block is *free* (ref_cnt 0; it may still hold published content until it is handed out again),
 *pending* (its hash is known, step S fills it) or *published* (step S was applied). Only full
 blocks have a hash and are shared; but the first tokens of a published block, or of the last,
 partly filled block of a request that has ended, may be copied into a fresh block. Block 0 is the
@@ -34,7 +34,7 @@ class KVCacheBlock:
     """One block of `block_size` tokens in every layer's pages."""
 
     block_id: int
-    ref_count: int = 0
+    ref_cnt: int = 0
     block_hash: BlockHash | None = None
     pending_step: int | None = None
     """The step that fills the block, while it is pending."""
@@ -83,6 +83,10 @@ class BlockPool:
         """Blocks with a hash, pending or published, held or free."""
         return len(self._by_hash)
 
+    def get_num_free_blocks(self) -> int:
+        """`num_free_blocks`, by the name that connectors know."""
+        return self.num_free_blocks
+
     def get_cached_block(self, block_hash: BlockHash) -> KVCacheBlock | None:
         """The block that holds, or is being filled with, this content."""
         return self._by_hash.get(block_hash)
@@ -99,7 +103,7 @@ class BlockPool:
 
     def num_free_among(self, blocks: Iterable[KVCacheBlock]) -> int:
         """How many of `blocks` are free now, so that touching them shrinks the free list."""
-        return sum(block.ref_count == 0 for block in blocks)
+        return sum(block.ref_cnt == 0 for block in blocks)
 
     def get_new_blocks(self, num_blocks: int) -> list[KVCacheBlock]:
         """Take blocks off the free list; each loses its old content.
@@ -111,16 +115,16 @@ class BlockPool:
         for _ in range(num_blocks):
             _, block = self._free.popitem(last=False)
             self.withdraw(block)
-            block.ref_count = 1
+            block.ref_cnt = 1
             taken.append(block)
         return taken
 
     def touch(self, blocks: Iterable[KVCacheBlock]) -> None:
         """Hold blocks that a prefix look-up found."""
         for block in blocks:
-            if block.ref_count == 0:
+            if block.ref_cnt == 0:
                 del self._free[block.block_id]
-            block.ref_count += 1
+            block.ref_cnt += 1
 
     def free_blocks(self, blocks: Sequence[KVCacheBlock]) -> None:
         """Let go of a request's blocks, given in order of position.
@@ -129,9 +133,9 @@ class BlockPool:
         share. Blocks without content go to the front.
         """
         for block in reversed(blocks):
-            assert block.ref_count > 0, f"block {block.block_id} freed twice"
-            block.ref_count -= 1
-            if block.ref_count == 0:
+            assert block.ref_cnt > 0, f"block {block.block_id} freed twice"
+            block.ref_cnt -= 1
+            if block.ref_cnt == 0:
                 self._free[block.block_id] = block
                 if block.tokens is None:
                     self._free.move_to_end(block.block_id, last=False)
@@ -158,8 +162,15 @@ class BlockPool:
         block.pending_step = None
         self._index_start(block)
         if self._events.active:
+            assert block.tokens is not None
             self._events.emit(
-                BlockStored(self._clock.monotonic(), block.block_id, block.block_hash)
+                BlockStored(
+                    self._clock.monotonic(),
+                    block.block_id,
+                    block.block_hash,
+                    block.tokens.parent,
+                    block.tokens.token_ids,
+                )
             )
 
     def keep_tail(self, block: KVCacheBlock, tokens: BlockTokens) -> None:

@@ -307,6 +307,10 @@ class EngineConfig(Options):
         """A copy of a resolved configuration for a connector of a connector."""
         return self._copy({"kv_transfer_config": kv_transfer_config})
 
+    def with_graph_mode(self, mode: str | None) -> EngineConfig:
+        """A copy of a resolved configuration with another `cudagraph_mode`."""
+        return self._copy({"cudagraph_mode": mode})
+
     def for_rank(self, rank: int) -> EngineConfig:
         """A copy of a resolved configuration for worker `rank`."""
         return self._copy({}, rank=rank)

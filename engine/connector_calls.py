@@ -12,8 +12,15 @@ import logging
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+from interlace.engine.block_pool import BlockPool
 from interlace.engine.errors import ConnectorError
-from interlace.engine.kv_connector import KVCacheBlocks, KVConnectorOutput
+from interlace.engine.kv_connector import (
+    KVCacheBlocks,
+    KVConnectorHandshakeMetadata,
+    KVConnectorOutput,
+)
+from interlace.engine.kv_connector_stats import KVConnectorStats
+from interlace.engine.kv_events import KVCacheEvent
 from interlace.engine.ports import Clock, SchedulerConnector
 from interlace.engine.request import Request
 from interlace.engine.scheduler_output import SchedulerOutput
@@ -46,9 +53,7 @@ class ConnectorCalls:
         try:
             yield
         except Exception as error:
-            raise ConnectorError(
-                f"{self.name}.{hook} raised {type(error).__name__}: {error}"
-            ) from error
+            raise self._raised(hook, error) from error
         took_s = self._clock.monotonic() - began_s
         if took_s > SLOW_HOOK_S and hook not in self._named_slow:
             self._named_slow.add(hook)
@@ -58,6 +63,58 @@ class ConnectorCalls:
                 hook,
                 took_s * 1e3,
             )
+
+    def _raised(self, hook: str, error: Exception) -> ConnectorError:
+        return ConnectorError(f"{self.name}.{hook} raised {type(error).__name__}: {error}")
+
+    def bind_pool(self, pool: BlockPool) -> None:
+        """Show the engine's block pool. Raises: `ConnectorError`."""
+        with self._hook("bind_gpu_block_pool"):
+            self._connector.bind_gpu_block_pool(pool)
+
+    def finished_count(self) -> int | None:
+        """How many workers report each id; None means all. Raises: `ConnectorError`."""
+        with self._hook("get_finished_count"):
+            count = self._connector.get_finished_count()
+        if count is not None and (isinstance(count, bool) or not isinstance(count, int)):
+            raise ConnectorError(
+                f"{self.name}.get_finished_count answered {count!r}, but it must be a number of"
+                " workers or None."
+            )
+        return count
+
+    def shake_hands(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
+        """Hand over what the workers have to say. Device thread, where it may take its time.
+
+        Raises: `ConnectorError`.
+        """
+        try:
+            self._connector.set_xfer_handshake_metadata(metadata)
+        except Exception as error:
+            raise self._raised("set_xfer_handshake_metadata", error) from error
+
+    def take_stats(self) -> KVConnectorStats | None:
+        """The scheduler side's statistics since the last call. Raises: `ConnectorError`."""
+        with self._hook("get_kv_connector_stats"):
+            stats = self._connector.get_kv_connector_stats()
+        if stats is None or isinstance(stats, KVConnectorStats):
+            return stats
+        raise ConnectorError(
+            f"{self.name}.get_kv_connector_stats answered {stats!r}, but it must be a"
+            " KVConnectorStats or None."
+        )
+
+    def take_events(self) -> list[KVCacheEvent]:
+        """Cache events since the last call. Raises: `ConnectorError`."""
+        with self._hook("take_events"):
+            events = list(self._connector.take_events())
+        for event in events:
+            if not isinstance(event, KVCacheEvent):
+                raise ConnectorError(
+                    f"{self.name}.take_events gave {event!r}, but they must be of"
+                    " interlace.engine.kv_events."
+                )
+        return events
 
     def match(self, request: Request, num_computed_tokens: int) -> Match | None:
         """What the connector can bring; None if it does not know yet.

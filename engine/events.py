@@ -12,6 +12,7 @@ import weakref
 from collections import deque
 from typing import ClassVar, Self
 
+from interlace.engine.kv_events import MEDIUM_GPU
 from interlace.engine.outputs import FinishReason
 
 
@@ -104,8 +105,15 @@ class BlockStored(Event):
     """A full block was published: from now on its content can be hit."""
 
     name: ClassVar[str] = "block.stored"
-    block_id: int
+    block_id: int | None
+    """In the engine's pool; None if a connector stored it elsewhere."""
     block_hash: bytes
+    parent_block_hash: bytes | None
+    """Of the block before it, or the root of its chain; None if a connector does not say."""
+    token_ids: tuple[int, ...]
+    """Empty if a connector does not say."""
+    medium: str | None = MEDIUM_GPU
+    """Where: the engine's pool, or what a connector calls its own."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -113,15 +121,19 @@ class BlockRemoved(Event):
     """A published block lost its content: evicted, or found to be bad."""
 
     name: ClassVar[str] = "block.removed"
-    block_id: int
+    block_id: int | None
+    """In the engine's pool; None if a connector removed it elsewhere."""
     block_hash: bytes
+    medium: str | None = MEDIUM_GPU
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BlockCleared(Event):
-    """The whole prefix cache was emptied."""
+    """The whole prefix cache was emptied, or a connector's store."""
 
     name: ClassVar[str] = "block.cleared"
+    medium: str | None = MEDIUM_GPU
+    """None if it was a connector's: it does not say more."""
 
 
 class EventStream:

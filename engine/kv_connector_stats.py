@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -44,14 +44,14 @@ class KVConnectorStats(ABC):
 class KVConnectorPromMetrics(ABC):
     """A Prometheus exporter of one connector's statistics (vLLM's class of that name).
 
-    `metric_types` maps `prometheus_client`'s Gauge, Counter and Histogram to the classes to make
-    metrics of; those are bound to the engine's own registry.
+    `metric_types` maps `prometheus_client`'s Gauge, Counter and Histogram to what makes metrics of
+    these kinds in the engine's own registry.
     """
 
     def __init__(
         self,
         vllm_config: EngineConfig,
-        metric_types: Mapping[type[Any], type[Any]],
+        metric_types: Mapping[type[Any], Callable[..., Any]],
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],
     ) -> None:

@@ -112,3 +112,5 @@ class ModelRunnerOutput:
     """Request id -> why sampling with its parameters failed; that request alone ends."""
     kv_connector_output: KVConnectorOutput | None = None
     """What the KV connector reports with this step; None if it has nothing to say."""
+    num_stray_reports: int = 0
+    """Reports of single workers that counted for nothing."""

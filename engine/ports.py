@@ -4,20 +4,25 @@ connector, lanes and gates, a clock, progress.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol
 
 from interlace.engine.kv_connector import (
     KVCacheBlocks,
+    KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorOutput,
     KVConnectorWorkerMetadata,
 )
+from interlace.engine.kv_connector_stats import KVConnectorPromMetrics, KVConnectorStats
+from interlace.engine.kv_events import KVCacheEvent, KVConnectorKVEvents
 from interlace.engine.outputs import ModelRunnerOutput
 from interlace.engine.scheduler_output import SchedulerOutput
 
 if TYPE_CHECKING:
+    from interlace.engine.block_pool import BlockPool
+    from interlace.engine.config import EngineConfig
     from interlace.engine.request import Request
 
 
@@ -26,6 +31,20 @@ class StepRunner(Protocol):
 
     def execute(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
         """Compute one step and sample. An exception is fatal for the engine."""
+        ...
+
+    def get_handshake_metadata(self) -> dict[int, KVConnectorHandshakeMetadata]:
+        """Rank -> what that worker's side of the connector has to say. Once, before the first step.
+
+        Raises: `ConnectorError`.
+        """
+        ...
+
+    def set_finished_count(self, count: int | None) -> None:
+        """How many workers report each finished id; None means all. Once, before the first step.
+
+        Raises: `ConnectorError` if there are less.
+        """
         ...
 
     def close(self) -> None:
@@ -153,6 +172,44 @@ class SchedulerConnector(Protocol):
         """The request ended: whether its blocks must stay, and parameters for its caller."""
         ...
 
+    def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
+        """The engine's block pool. Once, before all other hooks."""
+        ...
+
+    def get_finished_count(self) -> int | None:
+        """How many workers report each id; None means all. Once."""
+        ...
+
+    def set_xfer_handshake_metadata(
+        self, metadata: dict[int, KVConnectorHandshakeMetadata]
+    ) -> None:
+        """Rank -> what that worker has to say. Once, before the first step; device thread."""
+        ...
+
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        """Statistics since the last call."""
+        ...
+
+    def take_events(self) -> Iterable[KVCacheEvent]:
+        """Cache events since the last call."""
+        ...
+
+    def build_kv_connector_stats(
+        self, data: dict[str, Any] | None = None
+    ) -> KVConnectorStats | None:
+        """Statistics that consist of `data`; of the class."""
+        ...
+
+    def build_prom_metrics(
+        self,
+        vllm_config: EngineConfig,
+        metric_types: Mapping[type[Any], Callable[..., Any]],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> KVConnectorPromMetrics | None:
+        """An exporter of those statistics; of the class. Once."""
+        ...
+
     def reset_cache(self) -> bool | None:
         """Forget all stored KV; only False says that it failed."""
         ...
@@ -170,6 +227,18 @@ class WorkerConnector(Protocol):
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         """Layer name -> its pages. Once, before the first step."""
+        ...
+
+    def register_cross_layers_kv_cache(self, kv_cache: Any, attn_backend: type[Any]) -> None:
+        """One tensor with all layers, in place of `register_kv_caches`."""
+        ...
+
+    def set_host_xfer_buffer_ops(self, copy_operation: Any) -> None:
+        """How to copy blocks between host and device. Once, after registering."""
+        ...
+
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+        """What the scheduler side is to know of this worker. Once, after registering."""
         ...
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
@@ -212,6 +281,14 @@ class WorkerConnector(Protocol):
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Blocks that a load promised and did not fill."""
+        ...
+
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        """Statistics since the last call."""
+        ...
+
+    def get_kv_connector_kv_cache_events(self) -> KVConnectorKVEvents | None:
+        """Cache events since the last call."""
         ...
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:

@@ -22,13 +22,14 @@ import dataclasses
 import logging
 from collections import deque
 from collections.abc import Iterable
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from interlace.engine.admission import NotNow, Start, find_start
 from interlace.engine.bad_kv import set_back
 from interlace.engine.block_pool import KVCacheBlock
 from interlace.engine.config import CacheConfig, SchedulerConfig
 from interlace.engine.connector_calls import ConnectorCalls
+from interlace.engine.connector_events import publish
 from interlace.engine.errors import ConnectorError
 from interlace.engine.events import (
     EventBus,
@@ -41,13 +42,16 @@ from interlace.engine.events import (
 from interlace.engine.kv_cache_manager import KVCacheManager
 from interlace.engine.kv_connector import KVConnectorOutput
 from interlace.engine.outputs import ModelRunnerOutput, TokenLogprobs
-from interlace.engine.ports import Clock, SchedulerConnector
+from interlace.engine.ports import Clock, SchedulerConnector, StepRunner
 from interlace.engine.request import Request, RequestStatus
 from interlace.engine.request_queue import RequestQueue
 from interlace.engine.scheduler_output import SchedulerOutput
 from interlace.engine.scheduler_stats import SchedulerStats
 from interlace.engine.step_plan import ScheduledRequest, StepPlan, build_output
 from interlace.engine.transfer_ledger import TransferLedger
+
+if TYPE_CHECKING:
+    from interlace.engine.connector_metrics import ConnectorMetrics
 
 logger = logging.getLogger(__name__)
 
@@ -79,7 +83,12 @@ class Scheduler:
         events: EventBus,
         connector: SchedulerConnector | None = None,
         kv_load_failure_policy: Literal["fail", "recompute"] = "fail",
+        metrics: ConnectorMetrics | None = None,
     ) -> None:
+        """Shows the pool to the `connector`; `metrics` takes its statistics.
+
+        Raises: `ConnectorError`.
+        """
         self.config = config
         self.kv_cache = KVCacheManager(cache_config, clock, events)
         self.requests: dict[str, Request] = {}
@@ -98,6 +107,9 @@ class Scheduler:
         self._clock = clock
         self._events = events
         self._connector = None if connector is None else ConnectorCalls(connector, clock)
+        self._metrics = metrics
+        if self._connector is not None:
+            self._connector.bind_pool(self.kv_cache.pool)
         self._recomputes = kv_load_failure_policy == "recompute"
         self._transfers = TransferLedger()
         self._preempted: list[Request] = []  # since the last schedule()
@@ -109,6 +121,15 @@ class Scheduler:
         self._last_step_id = 0
         self._last_applied_step = 0
         self._must_drain = False
+
+    def connect(self, runner: StepRunner) -> None:
+        """Let the connector's two sides learn of each other. Device thread, before the first step.
+
+        Raises: `ConnectorError`.
+        """
+        if self._connector is not None:
+            runner.set_finished_count(self._connector.finished_count())
+            self._connector.shake_hands(runner.get_handshake_metadata())
 
     # ---------------------------------------------------------------- requests come and go
 
@@ -367,7 +388,7 @@ class Scheduler:
                 self.finish_request(request, RequestStatus.FINISHED_ERROR, error=str(error))
                 continue
             if start is NotNow.NO_ROOM:
-                self._assert_somebody_frees_blocks(request)
+                self._make_sure_that_somebody_frees_blocks(request)
                 return
             if start is NotNow.ASK_AGAIN:
                 self._some_deferred = True
@@ -378,10 +399,13 @@ class Scheduler:
             if request.status is RequestStatus.WAITING_FOR_REMOTE_KVS:
                 num_reserved += self.kv_cache.num_missing_blocks(request)
 
-    def _assert_somebody_frees_blocks(self, request: Request) -> None:
+    def _make_sure_that_somebody_frees_blocks(self, request: Request) -> None:
         """A stall would need a head that no empty pool can hold; admission refuses those."""
         holders = (self.running, self.parked, self._inflight, self._transfers)
-        assert any(len(holder) for holder in holders), f"{request!r} can never be scheduled"
+        if any(len(holder) for holder in holders):
+            return
+        assert self._connector is not None, f"{request!r} can never be scheduled"
+        self._some_deferred = True  # the connector holds blocks of the pool: ask again
 
     def _num_reserved_blocks(self) -> int:
         """Blocks that parked requests still need for what they know."""
@@ -545,6 +569,8 @@ class Scheduler:
                 updates += self._apply_one(item, runner_output)
         if reports is not None:
             self._apply_reports(reports, step.step_id)
+        self._count_strays(runner_output.num_stray_reports)
+        self._take_news(reports)
         # Last, so that the blocks whose tokens became known just now are published with the rest.
         self.kv_cache.apply_step(step.step_id)
         num_sampled = sum(len(update.new_token_ids) for update in updates)
@@ -591,7 +617,7 @@ class Scheduler:
     def _shares_what_it_lost(self, request: Request) -> bool:
         """Whether others hold blocks that the request has yet to fill."""
         first = request.num_computed_tokens // self.kv_cache.block_size
-        return any(block.ref_count > 1 for block in request.blocks[first:])
+        return any(block.ref_cnt > 1 for block in request.blocks[first:])
 
     def _fail_for_bad_kv(self, request: Request) -> RequestUpdate:
         error = (
@@ -610,12 +636,30 @@ class Scheduler:
         )
         for request in released:
             self.kv_cache.free(request, self._last_applied_step)
-        if num_strays and not self.stats.num_stray_reports:
+        self._count_strays(num_strays)
+
+    def _count_strays(self, num_strays: int) -> None:
+        if num_strays == 0:
+            return
+        assert self._connector is not None
+        if not self.stats.num_stray_reports:
             logger.warning(
                 "%s reported ids that nobody waits for; such reports are counted and ignored",
                 self._connector.name,
             )
         self._count(num_stray_reports=num_strays)
+
+    def _take_news(self, reports: KVConnectorOutput | None) -> None:
+        """Statistics of both sides of the connector, and its cache events."""
+        if self._connector is None:
+            return
+        of_workers = None if reports is None else reports.kv_connector_stats
+        for stats in (of_workers, self._connector.take_stats()):
+            if stats is not None and self._metrics is not None:
+                self._metrics.observe(stats)
+        for event in self._connector.take_events():
+            if self._events.active:
+                publish(event, self._clock.monotonic(), self._events)
 
     def _append_tokens(
         self,

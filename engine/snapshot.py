@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 
 from interlace.engine.request import Request
 from interlace.engine.scheduler import Scheduler
@@ -50,6 +51,8 @@ class EngineSnapshot:
     num_held_requests: int
     """Ended requests whose blocks a KV connector still reads or fills."""
     stats: SchedulerStats
+    kv_connector_stats: Mapping[str, int | float]
+    """What the connector has counted of late, by its own names; empty without one."""
 
     @property
     def idle(self) -> bool:
@@ -78,7 +81,12 @@ def _picture(request: Request) -> RequestSnapshot:
     )
 
 
-def take_snapshot(scheduler: Scheduler, num_preparing: int, time_s: float) -> EngineSnapshot:
+def take_snapshot(
+    scheduler: Scheduler,
+    num_preparing: int,
+    time_s: float,
+    kv_connector_stats: Mapping[str, int | float],
+) -> EngineSnapshot:
     """Picture `scheduler` as it is now. Loop thread; linear in the number of requests."""
     pool = scheduler.kv_cache.pool
     return EngineSnapshot(
@@ -94,4 +102,5 @@ def take_snapshot(scheduler: Scheduler, num_preparing: int, time_s: float) -> En
         num_fenced_blocks=scheduler.kv_cache.num_fenced_blocks,
         num_held_requests=scheduler.num_held_requests,
         stats=scheduler.stats,
+        kv_connector_stats=kv_connector_stats,
     )

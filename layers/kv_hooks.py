@@ -4,7 +4,8 @@
     pre_forward:   bind, start_load_kv
         per layer: wait_for_layer_load, KV write, attention, save_kv_layer
     post_forward:  wait_for_save
-    collect:       get_finished, get_block_ids_with_load_errors, worker metadata, clear
+    collect:       get_finished, get_block_ids_with_load_errors, statistics, events, worker
+                   metadata, clear
 
 A step without tokens runs `no_forward`: the same without layers and without `wait_for_save`. Device
 thread. Knows no connector by name.
@@ -14,16 +15,25 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Set
-from typing import TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 
 from interlace.engine.errors import ConnectorError
-from interlace.engine.kv_connector import KVConnectorOutput
+from interlace.engine.kv_connector import (
+    KVConnectorHandshakeMetadata,
+    KVConnectorOutput,
+    KVConnectorWorkerMetadata,
+)
+from interlace.engine.kv_connector_stats import KVConnectorStats
+from interlace.engine.kv_events import KVConnectorKVEvents
 from interlace.engine.ports import WorkerConnector
 from interlace.engine.scheduler_output import SchedulerOutput
+from interlace.layers.attention_backend import TritonAttentionBackend
 from interlace.layers.decoder import Attend
 from interlace.layers.forward_context import AttentionLayer, ForwardContext, TritonAttentionMetadata
+from interlace.layers.kv_copy import copy_kv_blocks
+from interlace.layers.kv_pages import KVPages
 
 logger = logging.getLogger(__name__)
 
@@ -33,8 +43,14 @@ T = TypeVar("T")
 class KVHooks:
     """The worker side of one connector, as one runner calls it."""
 
-    def __init__(self, connector: WorkerConnector, layers: dict[str, torch.Tensor]) -> None:
-        """`layers`: layer name -> its pages, in order of depth. Registers them.
+    def __init__(
+        self,
+        connector: WorkerConnector,
+        layers: dict[str, torch.Tensor],
+        cross_layers: tuple[torch.Tensor, type[TritonAttentionBackend]] | None = None,
+    ) -> None:
+        """`layers`: layer name -> its pages, in order of depth. Registers them, or the tensor that
+        holds `cross_layers` with what knows its order of dimensions.
 
         Raises: `ConnectorError`.
         """
@@ -42,13 +58,35 @@ class KVHooks:
         self._layers = {name: AttentionLayer(name, pages) for name, pages in layers.items()}
         self._context = ForwardContext(self._layers, None)  # of the step
         self._failed_blocks: frozenset[int] = frozenset()
-        self._call(connector.register_kv_caches, dict(layers))
+        if cross_layers is None:
+            self._call(connector.register_kv_caches, dict(layers))
+        else:
+            self._call(connector.register_cross_layers_kv_cache, *cross_layers)
+        self._call(connector.set_host_xfer_buffer_ops, copy_kv_blocks)
+
+    @classmethod
+    def of_pages(cls, connector: WorkerConnector, pages: KVPages) -> Self:
+        """The worker side of `connector` over these pages. Raises: `ConnectorError`."""
+        tensor = pages.cross_layers_tensor
+        cross_layers = None if tensor is None else (tensor, pages.attention_backend)
+        return cls(connector, pages.by_name(), cross_layers)
 
     def _call(self, hook: Callable[..., T], *args: object) -> T:
         try:
             return hook(*args)
         except Exception as error:
             raise ConnectorError(f"{_name(hook)} raised {type(error).__name__}: {error}") from error
+
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+        """What the scheduler side is to know of this worker. Raises: `ConnectorError`."""
+        return self._call(self._connector.get_handshake_metadata)
+
+    def _checked(self, hook: Callable[[], T | None], kind: type[Any]) -> T | None:
+        """What `hook` answers: one of that kind, or None. Raises: `ConnectorError`."""
+        answer = self._call(hook)
+        if answer is None or isinstance(answer, kind):
+            return answer
+        raise _broken(hook, answer, f"a {kind.__name__} or None")
 
     def handle_preemptions(self, output: SchedulerOutput) -> None:
         """Let the connector finish reading what this step hands on. Raises: `ConnectorError`."""
@@ -107,12 +145,16 @@ class KVHooks:
         invalid = self._call(connector.get_block_ids_with_load_errors)
         if not isinstance(invalid, Set):
             raise _broken(connector.get_block_ids_with_load_errors, invalid, "a set of block ids")
-        meta = self._call(connector.build_connector_worker_meta)
+        stats = self._checked(connector.get_kv_connector_stats, KVConnectorStats)
+        events = self._checked(connector.get_kv_connector_kv_cache_events, KVConnectorKVEvents)
+        meta = self._checked(connector.build_connector_worker_meta, KVConnectorWorkerMetadata)
         self._call(connector.clear_connector_metadata)
         reports = KVConnectorOutput(
             # Copies: the connector may go on using its own.
             finished_sending=set(sending) if sending else None,
             finished_recving=set(recving) if recving else None,
+            kv_connector_stats=stats,
+            kv_cache_events=events,
             kv_connector_worker_meta=meta,
             invalid_block_ids=set(invalid) | self._failed_blocks,
         )

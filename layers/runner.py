@@ -6,40 +6,47 @@ Lives on the device thread. Knows no connector by name, no text and no queue.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
 
+from interlace.engine.kv_connector import KVConnectorHandshakeMetadata, KVConnectorOutput
 from interlace.engine.outputs import ModelRunnerOutput
 from interlace.engine.ports import WorkerConnector
 from interlace.engine.scheduler_output import SchedulerOutput
-from interlace.layers.attention import PagedAttention, SequenceChunk
-from interlace.layers.decoder import Attend, Decoder
-from interlace.layers.forward_context import TritonAttentionMetadata
-from interlace.layers.kv_hooks import KVHooks
+from interlace.layers.attention import SequenceChunk
+from interlace.layers.decoder import Decoder
 from interlace.layers.kv_pages import KVPages
 from interlace.layers.runner_state import RunnerRequest, RunnerState
 from interlace.layers.sampler import SamplingRow, sample
+from interlace.layers.workers import Workers
 
 
 class ModelRunner:
-    """The `StepRunner` of one decoder and one pool of KV pages."""
+    """The `StepRunner` of one decoder and one pool of KV blocks."""
 
     def __init__(
         self,
         decoder: Decoder,
-        pages: KVPages,
+        pages: Sequence[KVPages],
         eos_token_ids: Iterable[int],
-        connector: WorkerConnector | None = None,
+        connectors: Sequence[WorkerConnector] = (),
     ) -> None:
-        """Registers the pages with the `connector`. Raises: `ConnectorError`."""
+        """`pages`: of each worker, which has an equal share of the KV heads, by rank; they are
+        registered with its connector, if there are any. Raises: `ConnectorError`."""
         self.decoder = decoder
-        self.pages = pages
         self.state = RunnerState()
         self._eos_token_ids = frozenset(eos_token_ids)
-        self._hooks = None if connector is None else KVHooks(connector, pages.by_name())
+        self._workers = Workers(pages, connectors)
+
+    def get_handshake_metadata(self) -> dict[int, KVConnectorHandshakeMetadata]:
+        """See `StepRunner`."""
+        return self._workers.get_handshake_metadata()
+
+    def set_finished_count(self, count: int | None) -> None:
+        """See `StepRunner`."""
+        self._workers.set_finished_count(count)
 
     @torch.inference_mode()
     def execute(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
@@ -47,15 +54,15 @@ class ModelRunner:
 
         An exception is fatal for the engine, except those that `sample` reports per request.
         """
-        if self._hooks is not None:
-            self._hooks.handle_preemptions(scheduler_output)
+        workers = self._workers
+        workers.handle_preemptions(scheduler_output)
         requests = self.state.update(scheduler_output)
         if scheduler_output.zeroed_block_ids:
-            self.pages.zero_blocks(scheduler_output.zeroed_block_ids)
+            workers.zero_blocks(scheduler_output.zeroed_block_ids)
         if not requests:
-            reports = self._hooks.no_forward(scheduler_output) if self._hooks else None
-            return ModelRunnerOutput(kv_connector_output=reports)
-        self.pages.copy_blocks(scheduler_output.block_copies)
+            reports = workers.no_forward(scheduler_output)
+            return self._with_reports(ModelRunnerOutput(), reports)
+        workers.copy_blocks(scheduler_output.block_copies)
         counts = [scheduler_output.num_scheduled_tokens[r.req_id] for r in requests]
         chunks = [
             SequenceChunk(r.block_ids, r.num_computed_tokens, r.num_computed_tokens + n)
@@ -73,28 +80,33 @@ class ModelRunner:
         output = ModelRunnerOutput()
         if sampling:
             output = self._sample(self.decoder.logits(hidden), [requests[i] for i in sampling])
-        if self._hooks is None:
+        return self._with_reports(output, workers.collect(scheduler_output))
+
+    def _with_reports(
+        self, output: ModelRunnerOutput, reports: KVConnectorOutput | None
+    ) -> ModelRunnerOutput:
+        num_strays = self._workers.take_num_strays()
+        if reports is None and num_strays == 0:
             return output
-        reports = self._hooks.collect(scheduler_output)
-        return dataclasses.replace(output, kv_connector_output=reports)
+        return dataclasses.replace(
+            output, kv_connector_output=reports, num_stray_reports=num_strays
+        )
 
     def close(self) -> None:
-        """Let the connector end; drop pages and requests."""
-        if self._hooks is not None:
-            self._hooks.shutdown()
+        """Let the connectors end; drop pages and requests."""
+        self._workers.close()
         self.state = RunnerState()
-        self.pages.layers.clear()
 
     def _zero_begun_blocks(self, chunks: Sequence[SequenceChunk]) -> None:
         """Zero the blocks that this step begins and does not fill, before anything reads them."""
-        size = self.pages.block_size
+        size = self._workers.block_size
         begun = [
             chunk.block_ids[chunk.end // size]
             for chunk in chunks
             if chunk.end % size and chunk.start <= chunk.end // size * size
         ]
         if begun:
-            self.pages.zero_blocks(begun)
+            self._workers.zero_blocks(begun)
 
     def _forward(
         self,
@@ -111,19 +123,11 @@ class ModelRunner:
             ]
         )
         positions = np.concatenate([np.arange(chunk.start, chunk.end) for chunk in chunks])
-        paged = PagedAttention(self.pages, chunks, self.decoder.architecture.num_heads)
-        attend: Attend = paged
-        if self._hooks is not None:
-            make_metadata = functools.partial(
-                TritonAttentionMetadata.of, chunks, paged.slots, self.pages.block_size
-            )
-            self._hooks.pre_forward(output, make_metadata)
-            attend = self._hooks.maybe_transfer_kv_layer(paged, output)
+        attend = self._workers.pre_forward(output, chunks, self.decoder.architecture.num_heads)
         hidden = self.decoder.forward(
             torch.from_numpy(token_ids), torch.from_numpy(positions), attend, rows
         )
-        if self._hooks is not None:
-            self._hooks.post_forward()
+        self._workers.post_forward()
         return hidden
 
     def _sample(self, logits: torch.Tensor, requests: Sequence[RunnerRequest]) -> ModelRunnerOutput:

@@ -8,9 +8,10 @@ before anything else, and raises if the script says so.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from interlace.connectors.base import CopyBlocksOp, KVConnectorBase_V1
+from interlace.connectors.base import CheckSetup, CopyBlocksOp, KVConnectorBase_V1
 from interlace.connectors.conformance.script import Script
 from interlace.connectors.conformance.scripted_metadata import (
     ScriptedMetadata,
@@ -32,6 +33,7 @@ from interlace.engine.scheduler_output import SchedulerOutput
 
 if TYPE_CHECKING:
     from interlace.connectors.conformance.scripted_worker import ScriptedWorker
+    from interlace.engine.block_pool import BlockPool
     from interlace.layers.forward_context import ForwardContext
 
 
@@ -62,6 +64,11 @@ class ScriptedConnector(KVConnectorBase_V1):
             from interlace.connectors.conformance.scripted_worker import ScriptedWorker
 
             self._worker = ScriptedWorker(script)
+
+    @classmethod
+    def check_setup(cls, scratch: Path) -> CheckSetup:
+        """A plain script: everything is stored, and loaded within the step."""
+        return CheckSetup({"script": Script()})
 
     @property
     def is_idle(self) -> bool:
@@ -219,6 +226,10 @@ class ScriptedConnector(KVConnectorBase_V1):
         """Logged; none."""
         self._note("take_events")
         return ()
+
+    def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
+        """Logged; the pool is left alone."""
+        self._note("bind_gpu_block_pool")
 
     def get_finished_count(self) -> int | None:
         """Logged; all."""

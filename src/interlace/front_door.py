@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, NamedTuple, Self
 
@@ -16,12 +17,15 @@ from interlace.engine import async_engine
 from interlace.engine.config import EngineConfig, ModelConfig
 from interlace.engine.device_thread import DeviceThread, finish_despite_cancel
 from interlace.engine.errors import ConfigError
-from interlace.engine.ports import Clock, Progress
+from interlace.engine.ports import Clock, Lanes, Progress
 
 if TYPE_CHECKING:
     from interlace.connectors.base import KVConnectorBase_V1
     from interlace.connectors.factory import KVConnectorFactory
+    from interlace.engine.kv_connector import KVConnectorRole
+    from interlace.layers.attention_backend import KVCacheLayout
     from interlace.layers.checkpoint import LoadedModel
+    from interlace.layers.kv_memory import PageShape
     from interlace.layers.kv_pages import KVPages
     from interlace.layers.runner import ModelRunner
 
@@ -89,17 +93,21 @@ class AsyncEngine(async_engine.AsyncEngine):
                 device = stack.enter_context(contextlib.closing(DeviceThread()))
             watched = _Cancellable(progress)
             parts = await _parts_or_nothing(
-                device.submit(_make_parts, config, loaded, watched, connectors), device, watched
+                device.submit(make_parts, config, loaded, watched, connectors), device, watched
             )
-            engine = cls(
-                parts.config,
-                parts.model_config,
-                parts.runner,
-                loaded.tokenizer,
-                device=device,
-                connector=parts.connector,
-                clock=clock,
-            )
+            try:
+                engine = cls(
+                    parts.config,
+                    parts.model_config,
+                    parts.runner,
+                    loaded.tokenizer,
+                    device=device,
+                    connector=parts.connector,
+                    clock=clock,
+                )
+            except BaseException:
+                await finish_despite_cancel(device.submit(parts.close))
+                raise
             async with engine:
                 yield engine
 
@@ -158,21 +166,37 @@ def _load(
     )
 
 
-def _block_bytes(config: EngineConfig, loaded: LoadedModel) -> int:
-    from interlace.layers.kv_pages import KVPages
+def _page_shape(config: EngineConfig, loaded: LoadedModel) -> PageShape:
+    """What a block of one worker holds. Raises: `ConfigError`."""
+    from interlace.layers.kv_memory import PageShape
 
     architecture = loaded.architecture
-    return KVPages.block_bytes(
+    size, layers = config.tensor_parallel_size, config.hidden_state_layer_ids
+    if architecture.num_kv_heads % size:
+        raise ConfigError(
+            f"tensor_parallel_size={size} does not divide the model's {architecture.num_kv_heads}"
+            " KV heads: choose one that does."
+        )
+    if layers and max(layers) > architecture.num_layers:
+        raise ConfigError(
+            f"hidden_state_layer_ids has {max(layers)}, but the model's states are numbered from 0"
+            f" to {architecture.num_layers}."
+        )
+    return PageShape(
         num_layers=architecture.num_layers,
         block_size=config.block_size,
-        num_kv_heads=architecture.num_kv_heads,
+        num_kv_heads=architecture.num_kv_heads // size,
         head_dim=architecture.head_dim,
-        itemsize=loaded.decoder.dtype.itemsize,
+        dtype=loaded.decoder.dtype,
+        cache_only=(len(layers), architecture.hidden_size) if layers else None,
     )
 
 
 def resolve(
-    config: EngineConfig, loaded: LoadedModel, model_config: ModelConfig | None = None
+    config: EngineConfig,
+    loaded: LoadedModel,
+    model_config: ModelConfig | None = None,
+    lanes: Lanes | None = None,
 ) -> EngineConfig:
     """Fill in what the model and the machine decide.
 
@@ -180,7 +204,7 @@ def resolve(
     """
     num_blocks = config.num_gpu_blocks_override
     if num_blocks is None:
-        block_bytes = _block_bytes(config, loaded)
+        block_bytes = config.tensor_parallel_size * _page_shape(config, loaded).block_bytes
         if config.kv_cache_bytes is None:
             one_request = -(-loaded.max_model_len // config.block_size)
             num_blocks = 1 + max(DEFAULT_KV_CACHE_BYTES // block_bytes, one_request)
@@ -193,6 +217,7 @@ def resolve(
                 )
     return config.resolved(
         model_config,
+        lanes=lanes,
         dtype=str(loaded.decoder.dtype).removeprefix("torch."),
         device=loaded.decoder.device.type,
         max_model_len=loaded.max_model_len,
@@ -203,8 +228,8 @@ def resolve(
 
 
 async def _parts_or_nothing(
-    future: asyncio.Future[_Parts], device: DeviceThread, watched: _Cancellable
-) -> _Parts:
+    future: asyncio.Future[Parts], device: DeviceThread, watched: _Cancellable
+) -> Parts:
     """Await the parts. Cancellation: those that were made are closed, then it is raised."""
     try:
         return await finish_despite_cancel(future, on_cancel=watched.cancel)
@@ -214,14 +239,14 @@ async def _parts_or_nothing(
         raise
 
 
-class _Parts(NamedTuple):
+class Parts(NamedTuple):
     """What an engine is built of."""
 
     config: EngineConfig
     model_config: ModelConfig
     runner: ModelRunner
     connector: KVConnectorBase_V1 | None
-    """The scheduler side; the runner has the worker side."""
+    """The scheduler side; the runner has the worker sides."""
 
     def close(self) -> None:
         """End them unused. Device thread."""
@@ -230,15 +255,21 @@ class _Parts(NamedTuple):
         self.runner.close()
 
 
-def _make_parts(
+def make_parts(
     config: EngineConfig,
     loaded: LoadedModel,
     progress: Progress,
-    connectors: KVConnectorFactory | None,
-) -> _Parts:
-    """Pages, runner and both sides of the KV connector. Device thread."""
+    connectors: KVConnectorFactory | None = None,
+    lanes: Lanes | None = None,
+) -> Parts:
+    """Pages, runner and both sides of the KV connector, in vLLM's order. Device thread.
+
+    `lanes` is where the connector gets its lanes; without it, threads.
+    Raises: `ConfigError`, `ConnectorError`; nothing is left open then.
+    """
     from interlace.layers.runner import ModelRunner
 
+    wants_connector = _wants_connector(config)
     model_config = ModelConfig(
         model=loaded.name,
         dtype=str(loaded.decoder.dtype).removeprefix("torch."),
@@ -246,38 +277,74 @@ def _make_parts(
         vocab_size=loaded.architecture.vocab_size,
         eos_token_ids=loaded.eos_token_ids,
         seed=config.seed,
-        model_identity=_identity(loaded, progress) if _wants_connector(config) else "",
+        model_identity=_identity(loaded, progress) if wants_connector else "",
     )
-    resolved = resolve(config, loaded, model_config)
-    pages = _make_pages(resolved, loaded)
+    resolved = resolve(config, loaded, model_config, lanes)
+    shape = _page_shape(resolved, loaded)
+    if not wants_connector:
+        pages = [_make_pages(resolved, shape, loaded) for _ in range(config.tensor_parallel_size)]
+        runner = ModelRunner(loaded.decoder, pages, loaded.eos_token_ids)
+        return Parts(resolved, model_config, runner, None)
+    # Importing reads files: here and not on the event loop, where the engine will want it.
+    importlib.import_module("interlace.engine.connector_metrics")
     with contextlib.ExitStack() as undo:
-        scheduler_side = worker_side = None
-        if _wants_connector(config):
-            worker_side, scheduler_side = _connect(resolved, pages, connectors, undo)
-        runner = ModelRunner(loaded.decoder, pages, loaded.eos_token_ids, worker_side)
+        sides = _ConnectorSides(resolved, shape, _factory(connectors), undo)
+        workers = sides.make_workers()
+        cross_layers = sides.want_cross_layers(workers)
+        pages = [
+            _make_pages(sides.config, shape, loaded, sides.layout, cross_layers) for _ in workers
+        ]
+        runner = ModelRunner(loaded.decoder, pages, loaded.eos_token_ids, workers)
+        scheduler_side = sides.make_scheduler_side()
         undo.pop_all()
-    return _Parts(resolved, model_config, runner, scheduler_side)
+    return Parts(sides.config, model_config, runner, scheduler_side)
 
 
-def _connect(
-    config: EngineConfig,
-    pages: KVPages,
-    connectors: KVConnectorFactory | None,
-    undo: contextlib.ExitStack,
-) -> tuple[KVConnectorBase_V1, KVConnectorBase_V1]:
-    """Worker and scheduler side of the connector, in vLLM's order of making them.
+class _ConnectorSides:
+    """Makes the instances of one connector; `undo` ends those that exist if something fails."""
 
-    `undo` ends those that exist if something fails later.
-    """
-    from interlace.engine.kv_connector import KVConnectorRole
+    def __init__(
+        self,
+        config: EngineConfig,
+        shape: PageShape,
+        factory: KVConnectorFactory,
+        undo: contextlib.ExitStack,
+    ) -> None:
+        """Raises: `ConfigError`."""
+        assert config.kv_transfer_config is not None
+        self._factory = factory
+        self._undo = undo
+        self._kv_cache_config = shape.describe(config.cache_config.num_gpu_blocks)
+        self._has_cache_only_layer = shape.cache_only is not None
+        self.layout = factory.required_layout(config)
+        """Of the pages."""
+        mode = factory.graph_mode(config.kv_transfer_config, config.cudagraph_mode)
+        self.config = config if mode == config.cudagraph_mode else config.with_graph_mode(mode)
+        """As it goes into the constructors."""
 
-    factory = _factory(connectors)
-    sides = []
-    for role in (KVConnectorRole.WORKER, KVConnectorRole.SCHEDULER):
-        side = factory.create_connector(config, role, pages.describe())
-        undo.callback(side.shutdown)
-        sides.append(side)
-    return sides[0], sides[1]
+    def make_workers(self) -> list[KVConnectorBase_V1]:
+        """One for each rank. Raises: `ConfigError`."""
+        from interlace.engine.kv_connector import KVConnectorRole
+
+        ranks = range(self.config.tensor_parallel_size)
+        return [self._make(self.config.for_rank(rank), KVConnectorRole.WORKER) for rank in ranks]
+
+    def make_scheduler_side(self) -> KVConnectorBase_V1:
+        """Raises: `ConfigError`."""
+        from interlace.engine.kv_connector import KVConnectorRole
+
+        return self._make(self.config, KVConnectorRole.SCHEDULER)
+
+    def _make(self, config: EngineConfig, role: KVConnectorRole) -> KVConnectorBase_V1:
+        side = self._factory.create_connector(config, role, self._kv_cache_config)
+        self._undo.callback(side.shutdown)
+        return side
+
+    def want_cross_layers(self, workers: Sequence[KVConnectorBase_V1]) -> bool:
+        """Whether the pages are to be one tensor; the cache-only layer is never part of one."""
+        if self._has_cache_only_layer:
+            return False
+        return all(worker.prefer_cross_layer_blocks for worker in workers)
 
 
 def _wants_connector(config: EngineConfig) -> bool:
@@ -297,22 +364,26 @@ def _identity(loaded: LoadedModel, progress: Progress) -> str:
     return model_identity(loaded, progress)
 
 
-def _make_pages(config: EngineConfig, loaded: LoadedModel) -> KVPages:
+def _make_pages(
+    config: EngineConfig,
+    shape: PageShape,
+    loaded: LoadedModel,
+    layout: KVCacheLayout = "NHD",
+    cross_layers: bool = False,
+) -> KVPages:
     from interlace.layers.kv_pages import KVPages
 
-    architecture = loaded.architecture
+    num_blocks = config.cache_config.num_gpu_blocks
     try:
-        return KVPages(
-            num_layers=architecture.num_layers,
-            num_blocks=config.cache_config.num_gpu_blocks,
-            block_size=config.block_size,
-            num_kv_heads=architecture.num_kv_heads,
-            head_dim=architecture.head_dim,
-            dtype=loaded.decoder.dtype,
+        return KVPages.of(
+            shape,
+            num_blocks=num_blocks,
             device=loaded.decoder.device,
+            layout=layout,
+            cross_layers=cross_layers,
         )
     except MemoryError as error:
         raise ConfigError(
-            f"no memory for {config.cache_config.num_gpu_blocks} KV blocks; "
-            "lower kv_cache_bytes or num_gpu_blocks_override."
+            f"no memory for {num_blocks} KV blocks; lower kv_cache_bytes or"
+            " num_gpu_blocks_override."
         ) from error

@@ -6,11 +6,13 @@ import inspect
 import logging
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from interlace.connectors.base import (
+    CheckSetup,
     CopyBlocksOp,
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -140,7 +142,9 @@ def test_every_method_has_the_protocols_arguments(name: str, expected: str) -> N
 def test_nothing_else_is_public() -> None:
     own = {name for name in vars(KVConnectorBase_V1) if not name.startswith("_")}
     properties = {"role", "prefer_cross_layer_blocks"}
-    assert own - properties == {
+    extensions = {"lanes", "kv_is_synthetic", "check_setup", "store_fault_kinds"}
+    extensions |= {"inject_store_fault", "bind_gpu_block_pool"}
+    assert own - properties - extensions == {
         name for name in (*SIGNATURES, *CLASS_METHODS) if not name.startswith("_")
     }
 
@@ -163,6 +167,11 @@ def test_the_defaults_do_nothing() -> None:
     assert tuple(connector.take_events()) == ()
     assert connector.prefer_cross_layer_blocks is False
     assert connector.role is KVConnectorRole.WORKER
+    assert Plain.check_setup(Path()) == CheckSetup({}, {})
+    assert not Plain.kv_is_synthetic
+    assert Plain.store_fault_kinds == ()
+    with pytest.raises(NotImplementedError, match="Plain declares no store_fault_kinds"):
+        connector.inject_store_fault("missing", b"")
     assert connector.reset_cache() is None  # type: ignore[func-returns-value,unused-ignore]
     assert Plain.requires_piecewise_for_cudagraph({}) is False
     assert Plain.get_required_kvcache_layout(CONFIG) is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 
 from interlace.connectors.base import KVConnectorBase_V1
+from interlace.connectors.conformance import Script
 from interlace.connectors.factory import KVConnectorFactory
 from interlace.engine.config import EngineConfig, KVTransferConfig
 from interlace.engine.errors import ConfigError, ModelError
@@ -97,6 +99,14 @@ class HeadsFirst(Base):
         assert vllm_config.kv_transfer_config is not None
         return "HND"
 
+class Sideways(Base):
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config): return "DHN"
+
+class Layerwise(Base):
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config): return True
+
 class NoLayout(Base):
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config): raise KeyError("layout")
@@ -144,9 +154,105 @@ def test_a_registered_class_is_imported_when_it_is_used() -> None:
 
 def test_the_built_in_connectors_are_known() -> None:
     factory = KVConnectorFactory()
-    assert factory.known_names == ["ExampleConnector", "ScriptedConnector"]
-    cls = factory.get_connector_class_by_name("ScriptedConnector")
-    assert cls.__module__ == "interlace.connectors.conformance.scripted"
+    assert factory.known_names == [
+        "DecodeBenchConnector",
+        "ExampleConnector",
+        "ExampleHiddenStatesConnector",
+        "MultiConnector",
+        "ScriptedConnector",
+    ]
+    for name in factory.known_names:
+        cls = factory.get_connector_class_by_name(name)
+        assert cls.__name__ == name
+        assert cls.__module__.startswith("interlace.connectors.")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "FlexKVConnectorV1",
+        "HF3FSKVConnector",
+        "LMCacheConnectorV1",
+        "LMCacheMPConnector",
+        "MoRIIOConnector",
+        "MooncakeConnector",
+        "NixlConnector",
+        "OffloadingConnector",
+        "P2pNcclConnector",
+        "SimpleCPUOffloadConnector",
+    ],
+)
+def test_the_protocols_other_connectors_are_known_and_not_there_yet(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"'{name}' is one of vLLM's .* does not have yet"):
+        KVConnectorFactory().create_connector(config_of(name, None), WORKER, CACHE)
+    factory = KVConnectorFactory()
+    factory.register_connector(name, "factory_plugin", "Base")  # somebody has brought it
+    assert type(factory.create_connector(config_of(name, None), WORKER, CACHE)).__name__ == "Base"
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("kv_buffer_device", "cuda"),
+        ("kv_buffer_size", 2e9),
+        ("kv_rank", 0),
+        ("kv_parallel_size", 2),
+        ("kv_ip", "10.0.0.1"),
+        ("kv_port", 1),
+    ],
+)
+def test_fields_that_nothing_reads_are_refused(field: str, value: object) -> None:
+    """Our own connectors read none of them; an outside one may."""
+    own = KVTransferConfig(
+        kv_connector="ScriptedConnector",
+        kv_role="kv_both",
+        kv_connector_extra_config={"script": Script()},
+        **{field: value},  # type: ignore[arg-type]
+    )
+    with pytest.raises(ConfigError, match=f"ScriptedConnector does not read {field}; none of"):
+        KVConnectorFactory().create_connector(EngineConfig(kv_transfer_config=own), WORKER, CACHE)
+    outside = dataclasses.replace(own, kv_connector_module_path="factory_plugin")
+    config = EngineConfig(kv_transfer_config=outside)
+    connector = KVConnectorFactory().create_connector(config, WORKER, CACHE)
+    assert getattr(connector._kv_transfer_config, field) == value
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"), [("Base", "NHD"), ("Heads", "NHD"), ("HeadsFirst", "HND")]
+)
+def test_the_required_layout_is_asked_of_the_class(name: str, layout: str) -> None:
+    assert KVConnectorFactory().required_layout(config_of(name)) == layout
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("Sideways", "Sideways needs the KV-cache layout 'DHN'.* may return 'NHD', 'HND' or None"),
+        ("NoLayout", "NoLayout.get_required_kvcache_layout raised KeyError: 'layout'"),
+    ],
+)
+def test_a_layout_that_does_not_exist_is_refused(name: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        KVConnectorFactory().required_layout(config_of(name))
+
+
+@pytest.mark.parametrize("mode", ["FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE"])
+def test_full_graphs_are_left_out_for_a_connector_that_needs_its_layer_hooks(
+    mode: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    factory = KVConnectorFactory()
+    layerwise, plain = (
+        config_of("Layerwise").kv_transfer_config,
+        config_of("Base").kv_transfer_config,
+    )
+    assert layerwise is not None
+    assert plain is not None
+    assert factory.graph_mode(plain, mode) == mode
+    assert not caplog.text
+    assert factory.graph_mode(layerwise, mode) == "PIECEWISE"
+    assert f"Layerwise needs its layer hooks: PIECEWISE replaces {mode}" in caplog.text
+    for other in (None, "NONE", "PIECEWISE"):
+        assert factory.graph_mode(layerwise, other) == other
 
 
 def test_a_name_is_registered_once() -> None:
@@ -198,7 +304,11 @@ def test_compat_says_which_signature_a_class_has() -> None:
 @pytest.mark.parametrize(
     ("name", "module_path", "message"),
     [
-        ("ExampleConector", None, "Did you mean 'ExampleConnector'.* Known: ExampleConnector, Scr"),
+        (
+            "ExampleConector",
+            None,
+            "Did you mean 'ExampleConnector'.* Known: DecodeBench",
+        ),
         ("Zzz", None, "no KV connector 'Zzz'. Known: .* set kv_connector_module_path"),
         ("Base", "no_such_plugin", "'no_such_plugin' .* cannot be imported: ModuleNotFoundError"),
         ("Base", "factory_broken_plugin", "cannot be imported: ZeroDivisionError"),
@@ -210,8 +320,6 @@ def test_compat_says_which_signature_a_class_has() -> None:
         ("Incomplete", "factory_plugin", "Incomplete lacks build_connector_meta, wait_for_save:"),
         ("KVConnectorBase_V1", "factory_plugin", "KVConnectorBase_V1 lacks build_connector_meta"),
         ("Greedy", "factory_plugin", "Greedy could not be made in the role WORKER: TypeError.*mor"),
-        ("HeadsFirst", "factory_plugin", "HeadsFirst needs .* 'HND', .* return 'NHD' or None"),
-        ("NoLayout", "factory_plugin", "NoLayout could not be made .*: KeyError: 'layout'"),
         ("Raises", "factory_plugin", "Raises could not be made in the role WORKER: OSError: no su"),
         (None, None, "set kv_connector"),
     ],

@@ -208,14 +208,14 @@ async def test_an_engine_that_is_cancelled_while_it_opens_closes_what_was_made(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     script, begun, gate = Script(), threading.Event(), threading.Event()
-    make_parts = front_door._make_parts
+    make_parts = front_door.make_parts
 
     def slow(*args: Any) -> Any:
         begun.set()
         assert gate.wait(PATIENCE_S)
         return make_parts(*args)
 
-    monkeypatch.setattr(front_door, "_make_parts", slow)
+    monkeypatch.setattr(front_door, "make_parts", slow)
     transfer = KVTransferConfig(
         kv_connector="ScriptedConnector",
         kv_role="kv_both",

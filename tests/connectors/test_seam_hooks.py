@@ -39,14 +39,29 @@ def test_the_order_of_calls_for_one_request() -> None:
         "wait_for_save",
         "get_finished",
         "get_block_ids_with_load_errors",
+        "get_kv_connector_stats",
+        "get_kv_connector_kv_cache_events",
         "build_connector_worker_meta",
         "clear_connector_metadata",
     ]
     planned = ["get_num_new_matched_tokens", "update_state_after_alloc", "build_connector_meta"]
-    assert script.hooks() == ["register_kv_caches", *planned, *of_step, "request_finished"]
+    assert script.hooks() == [
+        "bind_gpu_block_pool",
+        "register_kv_caches",
+        "set_host_xfer_buffer_ops",
+        "get_finished_count",
+        "get_handshake_metadata",
+        "set_xfer_handshake_metadata",
+        *planned,
+        *of_step,
+        "request_finished",
+        "get_kv_connector_stats",
+        "take_events",
+    ]
     launched(stepper)  # tells the worker of the end; it has no tokens
     stepper.apply()
     without = [hook for hook in of_step if "layer" not in hook and hook != "wait_for_save"]
+    without += ["get_kv_connector_stats", "take_events"]
     assert script.hooks()[-len(without) - 1 :] == ["build_connector_meta", *without]
 
 

@@ -53,7 +53,7 @@ def test_the_null_block_is_never_handed_out() -> None:
     assert pool.num_usable_blocks == pool.num_free_blocks == 3
     assert sorted(ids(pool.get_new_blocks(3))) == [1, 2, 3]
     assert pool.null_block.is_null
-    assert pool.null_block.ref_count == 0
+    assert pool.null_block.ref_cnt == 0
 
 
 @pytest.mark.parametrize("asked", [3, 4, 5])
@@ -87,7 +87,7 @@ def test_b83d_a_freed_block_can_be_hit_again_and_again() -> None:
         assert pool.get_cached_block(key(1)) is block
         assert pool.num_free_among([block]) == 1
         pool.touch([block])
-        assert (block.ref_count, pool.num_free_blocks) == (1, 3)
+        assert (block.ref_cnt, pool.num_free_blocks) == (1, 3)
         assert pool.num_free_among([block]) == 0
 
 
@@ -166,7 +166,7 @@ async def test_events_tell_of_published_content_only() -> None:
     pool.free_blocks([block])
     assert pool.reset_prefix_cache()
     assert await drained(stream) == [
-        BlockStored(0.0, 1, key(2)),
+        BlockStored(0.0, 1, key(2), *tokens(2)),
         BlockRemoved(0.0, 1, key(2)),
         BlockCleared(0.0),
     ]

@@ -267,12 +267,12 @@ def test_the_source_of_a_copy_is_held_until_the_copy_was_made() -> None:
     hit = manager.find_longest_hit(request)
     assert hit.tail is not None
     manager.take_hit(request, hit, step_id=2)
-    assert (hit.tail.ref_count, manager.num_fenced_blocks) == (1, 1)
+    assert (hit.tail.ref_cnt, manager.num_fenced_blocks) == (1, 1)
     assert manager.allocate(request, 6) is not None
     assert request.blocks[1] is not hit.tail
     assert manager.allocate(make_request([7] * 4), 4) is None
     manager.apply_step(2)
-    assert (hit.tail.ref_count, manager.num_fenced_blocks) == (0, 0)
+    assert (hit.tail.ref_cnt, manager.num_fenced_blocks) == (0, 0)
     manager.free(request, 2)
     assert manager.find_longest_hit(make_request(range(6))).num_tokens == 5
 

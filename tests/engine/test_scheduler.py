@@ -434,7 +434,7 @@ def test_b83f_a_block_that_this_very_step_fills_is_shared(depth: int) -> None:
     assert launched(stepper).num_scheduled_tokens == {"r1": 20, "r2": 4, "r3": 4}
     shared = requests[0].blocks[0]
     assert shared.pending_step == 1
-    assert shared.ref_count == 3
+    assert shared.ref_cnt == 3
     # The one that fills it may leave: the step computes it all the same.
     stepper.scheduler.finish_request(requests[0], RequestStatus.FINISHED_ABORTED)
     stepper.run()

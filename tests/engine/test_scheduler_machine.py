@@ -129,8 +129,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             for block in blocks:
                 held[block.block_id] = held.get(block.block_id, 0) + 1
         for block in pool.blocks[1:]:
-            assert block.ref_count == held.get(block.block_id, 0)  # I1
-            assert (block.block_id in pool._free) == (block.ref_count == 0)  # I2
+            assert block.ref_cnt == held.get(block.block_id, 0)  # I1
+            assert (block.block_id in pool._free) == (block.ref_cnt == 0)  # I2
             # What a void step in flight touches is nobody's any more, though it is still held.
             if unfinished[block.block_id] > 1 and block.block_id not in parked:
                 assert block.tokens is not None, "only known content is shared or copied"

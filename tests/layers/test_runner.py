@@ -41,7 +41,7 @@ class Driver:
         )
         for layer in self.pages.layers:
             layer[1:] = math.nan
-        self.runner = ModelRunner(self.model.decoder, self.pages, ())
+        self.runner = ModelRunner(self.model.decoder, [self.pages], ())
         self.prompt = tuple(prompt)
         self.num_steps = 0
 

@@ -15,6 +15,7 @@ from tokenizers import models
 
 from interlace.engine.async_engine import AsyncEngine
 from interlace.engine.config import EngineConfig, KVTransferConfig, ModelConfig, SchedulingPolicy
+from interlace.engine.connector_metrics import ConnectorMetrics  # noqa: F401 - not on the loop
 from interlace.engine.outputs import ModelRunnerOutput, RequestOutput
 from interlace.engine.ports import SchedulerConnector, WorkerConnector
 from interlace.engine.request_stream import RequestStream
@@ -145,7 +146,7 @@ class OpenEngine:
         assert not scheduler.kv_cache._pending
         assert not engine._preparing
         assert len(engine._outputs) == 0
-        assert all(block.ref_count == 0 for block in scheduler.kv_cache.pool.blocks)
+        assert all(block.ref_cnt == 0 for block in scheduler.kv_cache.pool.blocks)
         assert all(block.pending_step is None for block in scheduler.kv_cache.pool.blocks)
 
 

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from interlace.engine.block_pool import KVCacheBlock
+from interlace.engine.kv_connector import KVConnectorHandshakeMetadata
 from interlace.engine.outputs import ModelRunnerOutput
 from interlace.engine.ports import WorkerConnector
 from interlace.engine.scheduler import Scheduler
@@ -63,6 +64,13 @@ class PagedOracleRunner:
         self.last_fault = ""
         """The last wrong KV that was read; right as long as nothing sampled from it gets out."""
         self.hooks = None if connector is None else KVHooks(connector, {LAYER: self.pages})
+
+    def get_handshake_metadata(self) -> dict[int, KVConnectorHandshakeMetadata]:
+        metadata = None if self.hooks is None else self.hooks.get_handshake_metadata()
+        return {} if metadata is None else {0: metadata}
+
+    def set_finished_count(self, count: int | None) -> None:
+        assert count in (None, 1), "there is one worker"
 
     def paint(self, blocks: Iterable[KVCacheBlock]) -> None:
         """Overwrite whole blocks with what no right answer contains."""

@@ -78,6 +78,7 @@ class Stepper:
         cache = self.scheduler.kv_cache
         self.runner = PagedOracleRunner(len(cache.pool.blocks), cache.block_size, self.connector)
         paint_when_reused(self.scheduler, self.runner)
+        self.scheduler.connect(self.runner)
 
     def add(
         self,
@@ -155,7 +156,7 @@ class Stepper:
         assert not self.inflight
         assert scheduler.num_inflight_steps == 0
         assert pool.num_free_blocks == pool.num_usable_blocks
-        assert all(block.ref_count == 0 for block in pool.blocks)
+        assert all(block.ref_cnt == 0 for block in pool.blocks)
         assert all(block.pending_step is None for block in pool.blocks)
         assert scheduler.kv_cache.num_fenced_blocks == 0
         assert not self.runner.state.requests

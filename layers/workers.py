@@ -1,0 +1,137 @@
+"""The engine's workers: each has the pages of its KV heads, and a connector's WORKER instance.
+
+There is one worker, or several that take turns on the device thread: layer by layer, rank by rank.
+Their connectors' reports come out as one. Knows no connector by name.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+
+import torch
+
+from interlace.engine.errors import ConnectorError
+from interlace.engine.kv_connector import KVConnectorHandshakeMetadata, KVConnectorOutput
+from interlace.engine.kv_output_aggregator import KVOutputAggregator
+from interlace.engine.ports import WorkerConnector
+from interlace.engine.scheduler_output import BlockCopy, SchedulerOutput
+from interlace.layers.attention import PagedAttention, SequenceChunk
+from interlace.layers.decoder import Attend
+from interlace.layers.forward_context import TritonAttentionMetadata
+from interlace.layers.kv_hooks import KVHooks
+from interlace.layers.kv_pages import KVPages
+
+
+class Workers:
+    """All workers of one engine, as its runner sees them."""
+
+    def __init__(self, pages: Sequence[KVPages], connectors: Sequence[WorkerConnector]) -> None:
+        """By rank; `connectors` is empty, or has one for each worker, whose pages are registered.
+
+        Raises: `ConnectorError`.
+        """
+        assert len(connectors) in (0, len(pages))
+        self.pages = tuple(pages)
+        self._hooks = tuple(
+            KVHooks.of_pages(connector, own)
+            for connector, own in zip(connectors, pages, strict=False)
+        )
+        self._aggregator = KVOutputAggregator(len(pages))
+        self._attends: list[Attend] = []
+
+    @property
+    def block_size(self) -> int:
+        """Tokens per block."""
+        return self.pages[0].block_size
+
+    def get_handshake_metadata(self) -> dict[int, KVConnectorHandshakeMetadata]:
+        """See `StepRunner`."""
+        said = [hooks.get_handshake_metadata() for hooks in self._hooks]
+        return {rank: metadata for rank, metadata in enumerate(said) if metadata is not None}
+
+    def set_finished_count(self, count: int | None) -> None:
+        """See `StepRunner`."""
+        most = len(self.pages)
+        if count is not None and not 1 <= count <= most:
+            raise ConnectorError(
+                f"get_finished_count answered {count}, but there are {most} workers: answer how"
+                " many of them report each id, or None for all."
+            )
+        self._aggregator = KVOutputAggregator(most if count is None else count)
+
+    def zero_blocks(self, block_ids: Sequence[int]) -> None:
+        """Zero these blocks in every layer of every worker."""
+        for pages in self.pages:
+            pages.zero_blocks(block_ids)
+
+    def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
+        """Copy whole blocks in every layer of every worker."""
+        for pages in self.pages:
+            pages.copy_blocks(copies)
+
+    def handle_preemptions(self, output: SchedulerOutput) -> None:
+        """See `KVHooks`; the first thing of every step. Raises: `ConnectorError`."""
+        self._aggregator.begin_step(output)
+        for hooks in self._hooks:
+            hooks.handle_preemptions(output)
+
+    def pre_forward(
+        self, output: SchedulerOutput, chunks: Sequence[SequenceChunk], num_heads: int
+    ) -> Attend:
+        """Let the step's loads begin. Returns its attention, with the layer hooks around it.
+
+        `num_heads` are the model's query heads. Raises: `ConnectorError`.
+        """
+        size = len(self.pages)
+        paged = [PagedAttention(pages, chunks, num_heads // size) for pages in self.pages]
+        self._attends = list(paged)
+        make_metadata: Callable[[], TritonAttentionMetadata] = functools.partial(
+            TritonAttentionMetadata.of, chunks, paged[0].slots, self.block_size
+        )
+        for hooks in self._hooks:
+            hooks.pre_forward(output, make_metadata)
+        if self._hooks:
+            self._attends = [
+                hooks.maybe_transfer_kv_layer(attend, output)
+                for hooks, attend in zip(self._hooks, paged, strict=True)
+            ]
+        return self._attends[0] if size == 1 else self._attend
+
+    def _attend(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> torch.Tensor:
+        """Each worker attends with its share of the heads: an `Attend`."""
+        shares = zip(*(heads.chunk(len(self.pages), 1) for heads in (q, k, v)), strict=True)
+        attended = zip(self._attends, shares, strict=True)
+        return torch.cat([attend(layer, *share) for attend, share in attended], dim=-1)
+
+    def post_forward(self) -> None:
+        """See `KVHooks`."""
+        for hooks in self._hooks:
+            hooks.post_forward()
+
+    def collect(self, output: SchedulerOutput) -> KVConnectorOutput | None:
+        """What the workers' connectors report with this step. Raises: `ConnectorError`."""
+        return self._as_one([hooks.collect(output) for hooks in self._hooks])
+
+    def no_forward(self, output: SchedulerOutput) -> KVConnectorOutput | None:
+        """A step without tokens. Raises: `ConnectorError`."""
+        return self._as_one([hooks.no_forward(output) for hooks in self._hooks])
+
+    def _as_one(self, reports: list[KVConnectorOutput | None]) -> KVConnectorOutput | None:
+        if len(reports) > 1:
+            return self._aggregator.aggregate(reports)
+        # With one worker there is nothing to count, and the scheduler knows strays better.
+        return reports[0] if reports else None
+
+    def take_num_strays(self) -> int:
+        """Reports since the last call that counted for nothing."""
+        return self._aggregator.take_num_strays()
+
+    def close(self) -> None:
+        """Let the connectors end; drop the pages."""
+        for hooks in self._hooks:
+            hooks.shutdown()
+        for pages in self.pages:
+            pages.release()
