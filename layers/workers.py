@@ -84,10 +84,11 @@ class Workers:
         `num_heads` are the model's query heads. Raises: `ConnectorError`.
         """
         size = len(self.pages)
-        paged = [PagedAttention(pages, chunks, num_heads // size) for pages in self.pages]
+        first = PagedAttention(self.pages[0], chunks, num_heads // size)
+        paged = [first, *(first.on(pages) for pages in self.pages[1:])]
         self._attends = list(paged)
         make_metadata: Callable[[], TritonAttentionMetadata] = functools.partial(
-            TritonAttentionMetadata.of, chunks, paged[0].slots, self.block_size
+            TritonAttentionMetadata.of, chunks, first.slots, self.block_size
         )
         for hooks in self._hooks:
             hooks.pre_forward(output, make_metadata)
