@@ -33,6 +33,7 @@ class SaveOrder:
 
     save_id: int
     req_id: str
+    key: bytes
     block_id: int
 
 

@@ -190,7 +190,7 @@ class MemorySchedulerSide(KVConnectorBase_V1):
         parent = self.key_of(tracked.request, index - 1) if index else None
         save = OpenSave(req_id, key, parent, frozenset(block_ids[: index + 1]))
         self._open_saves[self._last_save_id] = save
-        return SaveOrder(self._last_save_id, req_id, block_ids[index])
+        return SaveOrder(self._last_save_id, req_id, key, block_ids[index])
 
     # ---------------------------------------------------------------- a step was applied
 

@@ -1,0 +1,94 @@
+"""Connectors that raise, hang, or keep what they no longer need."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+from memory_broken import Broken
+from memory_connector import MemoryConnector
+
+from interlace.engine.request import Request, RequestStatus
+
+
+class LeaksOnAbort(MemoryConnector):
+    """Forgets requests that came to an end, and remembers those that were aborted for ever."""
+
+    def request_finished(
+        self, request: Request, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        tracked = self._tracked.get(request.request_id)
+        answer = super().request_finished(request, block_ids)
+        if request.status is RequestStatus.FINISHED_ABORTED and tracked is not None:
+            self._tracked[request.request_id] = tracked
+        return answer
+
+
+class LeaksQueries(MemoryConnector):
+    """Remembers each request that it was ever asked about."""
+
+    def forget(self, req_id: str) -> None:
+        self._tracked.pop(req_id, None)
+
+
+class LeaksOnTheWorker(MemoryConnector):
+    """Keeps each held request's id on the worker side."""
+
+    def take_sent(self) -> set[str]:
+        going_on = {order.req_id for saves in self._saves for order in saves.orders}
+        sent = self._sending - going_on - self._told
+        self._told |= sent
+        return sent
+
+    def _begin_worker_side(self) -> None:
+        super()._begin_worker_side()
+        self._told: set[str] = set()
+
+
+class LeaksThreads(MemoryConnector):
+    """Does not end what it has begun: its thread lives on after `shutdown`."""
+
+    def _begin_worker_side(self) -> None:
+        super()._begin_worker_side()
+        wait = threading.Event().wait  # for what never comes, but not for longer than the test
+        threading.Thread(target=wait, args=(60.0,), name="left-behind", daemon=True).start()
+
+
+class RaisesNowAndThen(MemoryConnector):
+    """Raises in every fifth call of `wait_for_save`, as a full queue does."""
+
+    _num_calls = 0
+
+    def wait_for_save(self) -> None:
+        self._num_calls += 1
+        if self._num_calls % 5 == 0:
+            raise TimeoutError("the queue is full")
+        super().wait_for_save()
+
+
+class RaisesAtTheEnd(MemoryConnector):
+    """Takes it for granted that each request that ends was admitted."""
+
+    def forget(self, req_id: str) -> None:
+        del self._tracked[req_id]
+        super().forget(req_id)
+
+
+class Hangs(MemoryConnector):
+    """Waits in `wait_for_save` for an answer that never comes."""
+
+    def wait_for_save(self) -> None:
+        super().wait_for_save()
+        if self._step_saves is not None:
+            threading.Event().wait(60.0)
+
+
+BROKEN = [
+    Broken(LeaksOnAbort, "idle-at-the-end"),
+    Broken(LeaksQueries, "idle-at-the-end"),
+    Broken(LeaksOnTheWorker, "idle-at-the-end"),
+    Broken(LeaksThreads, "shutdown-releases"),
+    Broken(RaisesNowAndThen, "hooks-do-not-raise"),
+    Broken(RaisesAtTheEnd, "hooks-do-not-raise"),
+    Broken(Hangs, "bounded-time"),
+]
