@@ -18,7 +18,7 @@ from interlace.engine.kv_connector import KVConnectorRole
 
 Pages: TypeAlias = list[Any]
 """A host copy of one block: per layer, in the order of registration, what `pages[block_id]` was, a
-CPU tensor or an array."""
+CPU tensor or an array; all layers of rank 0, then those of rank 1, and so on."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -63,7 +63,7 @@ class ScriptedConnector(KVConnectorBase_V1):
         else:
             from interlace.connectors.conformance.scripted_worker import ScriptedWorker
 
-            self._worker = ScriptedWorker(script)
+            self._worker = ScriptedWorker(script, vllm_config.parallel_config.rank)
 
     @classmethod
     def check_setup(cls, scratch: Path) -> CheckSetup:

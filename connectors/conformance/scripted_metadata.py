@@ -51,13 +51,13 @@ class ScriptedMetadata(KVConnectorMetadata):
 class ScriptedWorkerMetadata(KVConnectorWorkerMetadata):
     """What the steps have copied. It may be stored when the step was applied."""
 
-    copies: dict[int, dict[BlockHash, Pages]]
-    """Step id -> hash -> host pages."""
+    copies: dict[int, dict[int, dict[BlockHash, Pages]]]
+    """Step id -> rank -> hash -> that rank's host pages."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> ScriptedWorkerMetadata:
-        """Both; where both ranks copied the same step, the other's copies win."""
+        """All ranks' copies."""
         assert isinstance(other, ScriptedWorkerMetadata)
         merged = dict(self.copies)
-        for step_id, copies in other.copies.items():
-            merged[step_id] = {**merged.get(step_id, {}), **copies}
+        for step_id, by_rank in other.copies.items():
+            merged[step_id] = {**merged.get(step_id, {}), **by_rank}
         return ScriptedWorkerMetadata(merged)

@@ -167,13 +167,16 @@ class ScriptedScheduler:
             step.bad.update(output.invalid_block_ids)
         meta = output.kv_connector_worker_meta
         if isinstance(meta, ScriptedWorkerMetadata):
-            for step_id, copies in meta.copies.items():
-                self._publish(self._saving.pop(step_id), copies)
+            for step_id, by_rank in meta.copies.items():
+                in_order = [by_rank[rank] for rank in sorted(by_rank)]
+                self._publish(self._saving.pop(step_id), in_order)
 
-    def _publish(self, step: _SavingStep, copies: dict[BlockHash, Pages]) -> None:
+    def _publish(self, step: _SavingStep, copies: list[dict[BlockHash, Pages]]) -> None:
+        """Store what all ranks have copied, rank by rank."""
         bad = _on_bad_ground(step.tables, step.bad)
-        for block_hash, pages in copies.items():
-            if step.saves[block_hash] not in bad:
+        for block_hash, block_id in step.saves.items():
+            if block_id not in bad and all(block_hash in of_rank for of_rank in copies):
+                pages = [page for of_rank in copies for page in of_rank[block_hash]]
                 self._script.store[block_hash] = pages
 
     def finished(

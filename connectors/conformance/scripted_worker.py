@@ -63,8 +63,9 @@ class _Reports:
 class ScriptedWorker:
     """Follows the script and the scheduler side's messages."""
 
-    def __init__(self, script: Script) -> None:
+    def __init__(self, script: Script, rank: int) -> None:
         self._script = script
+        self._rank = rank
         self._pages: dict[str, Any] = {}
         self._index: dict[str, int] = {}  # layer name -> place in `Pages`
         self._sync: tuple[LoadJob, ...] = ()
@@ -106,7 +107,8 @@ class ScriptedWorker:
         if block.pages is None:
             pages[block.block_id] = _paint_of(pages, self._script.paint)
         else:
-            pages[block.block_id] = block.pages[self._index[layer_name]]
+            first = self._rank * len(self._pages)
+            pages[block.block_id] = block.pages[first + self._index[layer_name]]
 
     def copy_layer(self, metadata: ScriptedMetadata, layer_name: str, pages: Any) -> None:
         """Copy one layer of the blocks that the step saves."""
@@ -172,7 +174,7 @@ class ScriptedWorker:
             for block_hash, layers in self._copies.items()
             if len(layers) == len(self._pages)
         }
-        return ScriptedWorkerMetadata({metadata.step_id: whole})
+        return ScriptedWorkerMetadata({metadata.step_id: {self._rank: whole}})
 
     @property
     def is_idle(self) -> bool:

@@ -10,6 +10,7 @@ from typing import Any, Literal
 from paged_oracle import WRONG, PagedOracleRunner, paint_when_reused
 
 from interlace.engine.config import CacheConfig, SchedulerConfig, SchedulingPolicy
+from interlace.engine.connector_metrics import ConnectorMetrics
 from interlace.engine.events import EventBus
 from interlace.engine.ports import SchedulerConnector, WorkerConnector
 from interlace.engine.request import Request
@@ -43,6 +44,7 @@ def make_scheduler(
     events: EventBus | None = None,
     connector: SchedulerConnector | None = None,
     failure_policy: Literal["fail", "recompute"] = "fail",
+    metrics: ConnectorMetrics | None = None,
 ) -> Scheduler:
     """`num_blocks` counts the usable ones."""
     return Scheduler(
@@ -59,6 +61,7 @@ def make_scheduler(
         events or EventBus(),
         connector,
         failure_policy,
+        metrics,
     )
 
 
