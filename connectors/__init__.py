@@ -10,9 +10,18 @@ from typing import TYPE_CHECKING
 from interlace.engine.lazy_names import lazy_names
 
 if TYPE_CHECKING:
-    from interlace.connectors.base import KVConnectorBase_V1, SupportsHMA, supports_hma
+    from interlace.connectors.base import (
+        CheckSetup,
+        CopyBlocksOp,
+        KVConnectorBase_V1,
+        SupportsHMA,
+        supports_hma,
+    )
+    from interlace.connectors.decode_bench_connector import DecodeBenchConnector
     from interlace.connectors.example_connector import ExampleConnector
+    from interlace.connectors.example_hidden_states_connector import ExampleHiddenStatesConnector
     from interlace.connectors.factory import KVConnectorFactory
+    from interlace.connectors.multi_connector import MultiConnector
     from interlace.engine.kv_connector import (
         KVConnectorHandshakeMetadata,
         KVConnectorMetadata,
@@ -20,13 +29,27 @@ if TYPE_CHECKING:
         KVConnectorRole,
         KVConnectorWorkerMetadata,
     )
+    from interlace.engine.kv_connector_stats import KVConnectorPromMetrics, KVConnectorStats
+    from interlace.engine.ports import Gate, Lane, Lanes
+    from interlace.layers.lanes import ThreadLanes
+    from interlace.layers.virtual_lanes import VirtualLanes
 
 _HOMES = {
+    "DecodeBenchConnector": "interlace.connectors.decode_bench_connector",
     "ExampleConnector": "interlace.connectors.example_connector",
+    "ExampleHiddenStatesConnector": "interlace.connectors.example_hidden_states_connector",
     "KVConnectorFactory": "interlace.connectors.factory",
+    "MultiConnector": "interlace.connectors.multi_connector",
+    "ThreadLanes": "interlace.layers.lanes",
+    "VirtualLanes": "interlace.layers.virtual_lanes",
     **dict.fromkeys(
-        ("KVConnectorBase_V1", "SupportsHMA", "supports_hma"), "interlace.connectors.base"
+        ("CheckSetup", "CopyBlocksOp", "KVConnectorBase_V1", "SupportsHMA", "supports_hma"),
+        "interlace.connectors.base",
     ),
+    **dict.fromkeys(
+        ("KVConnectorPromMetrics", "KVConnectorStats"), "interlace.engine.kv_connector_stats"
+    ),
+    **dict.fromkeys(("Gate", "Lane", "Lanes"), "interlace.engine.ports"),
     **dict.fromkeys(
         (
             "KVConnectorHandshakeMetadata",
@@ -40,15 +63,27 @@ _HOMES = {
 }
 
 __all__ = [
+    "CheckSetup",
+    "CopyBlocksOp",
+    "DecodeBenchConnector",
     "ExampleConnector",
+    "ExampleHiddenStatesConnector",
+    "Gate",
     "KVConnectorBase_V1",
     "KVConnectorFactory",
     "KVConnectorHandshakeMetadata",
     "KVConnectorMetadata",
     "KVConnectorOutput",
+    "KVConnectorPromMetrics",
     "KVConnectorRole",
+    "KVConnectorStats",
     "KVConnectorWorkerMetadata",
+    "Lane",
+    "Lanes",
+    "MultiConnector",
     "SupportsHMA",
+    "ThreadLanes",
+    "VirtualLanes",
     "supports_hma",
 ]
 
