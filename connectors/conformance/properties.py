@@ -56,7 +56,7 @@ PROPERTIES: tuple[Property, ...] = (
     # The end.
     Property("no-deadlock-in-tiny-pools", "a pool that is almost too small is no deadlock"),
     Property("idle-at-the-end", "nothing of an ended request is kept, on either side"),
-    Property("shutdown-releases", "shutdown ends all threads, and may be called again"),
+    Property("shutdown-releases", "shutdown ends all of the connector's threads"),
     Property("bounded-time", "every hook returns"),
     Property("workers-agree", "several workers hold and report the same"),
 )

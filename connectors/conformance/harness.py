@@ -1,0 +1,401 @@
+"""One engine around both sides of a connector, stepped by hand, with everything watched.
+
+There is no event loop: `plan`, `execute` and `apply` are the parts of a step, and `step` and `run`
+put them together as the engine does. All on the calling thread. What a connector does wrong comes
+out as `Violation` from the next of these calls.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import threading
+import time
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any, Literal, NoReturn, Self
+
+from interlace.connectors.base import KVConnectorBase_V1
+from interlace.connectors.conformance.call_order import CallOrder
+from interlace.connectors.conformance.findings import Trace, Violation
+from interlace.connectors.conformance.hold_ups import HoldUps
+from interlace.connectors.conformance.hook_calls import describe_step
+from interlace.connectors.conformance.lawful_answers import LawfulAnswers
+from interlace.connectors.conformance.load_judge import LoadJudge
+from interlace.connectors.conformance.load_ledger import LoadLedger
+from interlace.connectors.conformance.mutation import MetadataCleared, Mutation
+from interlace.connectors.conformance.oracle import MIN_MARGIN, Oracle
+from interlace.connectors.conformance.page_watch import PageWatch
+from interlace.connectors.conformance.pages import Pages
+from interlace.connectors.conformance.parts import Parts, open_parts
+from interlace.connectors.conformance.repeated_queries import RepeatedQueries
+from interlace.connectors.conformance.stored_truth import Promises, StoredTruth
+from interlace.connectors.conformance.subject import Subject
+from interlace.connectors.conformance.watch import Watch
+from interlace.connectors.conformance.watched_lanes import WatchedLanes
+from interlace.engine.request import Request, RequestStatus
+from interlace.engine.sampling_params import SamplingParams
+from interlace.engine.scheduler_output import SchedulerOutput
+from interlace.layers.checkpoint import LoadedModel
+from interlace.layers.virtual_lanes import Policy
+
+PATIENT_STEPS = 60
+"""Steps without any progress after which a stall is one, if all goes on in steps."""
+PATIENT_S = 5.0
+"""The same in seconds, for connectors with threads of their own."""
+_NAP_S = 0.001
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EngineShape:
+    """The engine of a harness. Sizes in blocks and tokens."""
+
+    depth: int = 1
+    """Steps in flight."""
+    num_blocks: int = 40
+    """Usable ones."""
+    max_num_batched_tokens: int = 64
+    max_num_seqs: int = 8
+    prefix_caching: bool = True
+    failure_policy: Literal["fail", "recompute"] = "recompute"
+    query_repeats: int = 0
+    """Match queries that are made beside each one of the engine's."""
+    lane_policy: Policy = "eager"
+    lane_seed: int = 0
+    block_size: int = 4
+
+    def options(self) -> dict[str, Any]:
+        """Keywords of `EngineConfig`."""
+        return {
+            "max_inflight_steps": self.depth,
+            "num_gpu_blocks_override": self.num_blocks + 1,
+            "max_num_batched_tokens": self.max_num_batched_tokens,
+            "max_num_seqs": self.max_num_seqs,
+            "enable_prefix_caching": self.prefix_caching,
+            "block_size": self.block_size,
+        }
+
+
+class Harness:
+    """See the module's docstring. Use it as a context manager, or call `close`."""
+
+    def __init__(
+        self,
+        subject: Subject,
+        model: LoadedModel,
+        oracle: Oracle,
+        *,
+        shape: EngineShape | None = None,
+        truth: StoredTruth | None = None,
+        nonce: str = "",
+        trace: Trace | None = None,
+        token_property: str = "tokens-cold",
+    ) -> None:
+        """`truth`: what engines over the same store have stored before. `nonce` is part of each
+        request's id and salt. A wrong token violates `token_property`.
+
+        Raises: `Violation`, `ConfigError`.
+        """
+        self.shape = shape or EngineShape()
+        self.subject = subject
+        self.oracle = oracle
+        self.truth = truth or StoredTruth()
+        self.watch = Watch(trace or Trace(nonce))
+        self.requests: dict[str, Request] = {}
+        self.outputs: dict[str, list[int]] = {}
+        self.num_steps = 0
+        self._nonce = nonce
+        self._token_property = token_property
+        self._unsure: set[str] = set()
+        self._inflight: collections.deque[SchedulerOutput] = collections.deque()
+        self._threads_before = set(threading.enumerate())
+        self.lanes = WatchedLanes(self.watch, self.shape.lane_seed, self.shape.lane_policy)
+        self._open(model)
+
+    def _open(self, model: LoadedModel) -> None:
+        self._early_checks()
+        try:
+            self.parts: Parts = open_parts(self.subject, self.shape, model, self.watch, self.lanes)
+        except Exception:
+            self.watch.findings.raise_first()
+            raise
+        self.scheduler = self.parts.scheduler
+        self.pages = Pages(self.parts.pages)
+        self.block_size = self.scheduler.kv_cache.block_size
+        self.pages.paint_what_is_handed_out(self.scheduler.kv_cache.pool)
+        self._make_detectors()
+        self.watch.findings.raise_first()
+
+    def _early_checks(self) -> None:
+        """What is called before there are pages."""
+        self.answers = LawfulAnswers(self.watch)
+        self.watch.detectors = [self.answers]
+
+    def _make_detectors(self) -> None:
+        watch, pages = self.watch, self.pages
+        num_ranks = self.subject.workers
+        self.order = CallOrder(watch, list(pages.layers[0]), num_ranks)
+        self._mutation = Mutation(watch)
+        self.ledger = LoadLedger(
+            watch,
+            self.scheduler.kv_cache.pool,
+            block_size=self.block_size,
+            num_ranks=num_ranks,
+            generation_of=lambda block_id: pages.generation.get(block_id, 0),
+        )
+        synthetic = self.subject.cls.kv_is_synthetic
+        self.judge = LoadJudge(watch, pages, self.ledger, self.oracle, synthetic=synthetic)
+        self.promises = Promises(watch, self.truth, self.block_size)
+        watch.detectors = [
+            self.answers,
+            self.order,
+            self._mutation,
+            MetadataCleared(watch, lambda rank: self.parts.worker_sides[rank]),
+            PageWatch(watch, pages, self.ledger),
+            HoldUps(watch, self.lanes, pages, self.ledger),
+            RepeatedQueries(watch, self.parts.scheduler_side, self.shape.query_repeats),
+            self.judge,
+            self.ledger,
+            self.promises,
+        ]
+        if synthetic:
+            watch.detectors.remove(self.promises)
+
+    # ---------------------------------------------------------------- requests
+
+    def add(
+        self,
+        name: str,
+        prompt: Sequence[int],
+        *,
+        max_tokens: int = 4,
+        salt: str = "",
+        priority: int = 0,
+        kv_transfer_params: dict[str, Any] | None = None,
+    ) -> Request:
+        """Queue a request; `name` is its id in messages."""
+        number = len(self.requests)
+        request_id = f"{name}{self._nonce}"
+        request = Request(
+            request_id,
+            prompt,
+            SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True),
+            seed=0,
+            arrival=number,
+            block_size=self.block_size,
+            priority=priority,
+            cache_salt=f"{salt}{self._nonce}",
+            kv_transfer_params=kv_transfer_params,
+        )
+        self.requests[request_id] = request
+        self.outputs[request_id] = []
+        self.scheduler.add_request(request)
+        self.watch.trace.note(f"engine    {name} comes, {len(prompt)} tokens")
+        return request
+
+    def abort(self, request: Request) -> None:
+        """End a request in whatever state it is. Raises: `Violation`."""
+        self.watch.trace.note(
+            f"engine    {request.request_id} is aborted while {request.status.name}"
+        )
+        self._guarded(
+            lambda: self.scheduler.finish_request(request, RequestStatus.FINISHED_ABORTED)
+        )
+
+    def tokens_of(self, request: Request) -> list[int]:
+        """What was generated so far."""
+        return self.outputs[request.request_id]
+
+    # ---------------------------------------------------------------- one step
+
+    @property
+    def num_inflight(self) -> int:
+        """Steps that were planned and not applied."""
+        return len(self._inflight)
+
+    def plan(self) -> SchedulerOutput | None:
+        """Plan one more step, if depth and scheduler allow. Raises: `Violation`."""
+        if len(self._inflight) >= self.shape.depth:
+            return None
+        output: SchedulerOutput | None
+        output = self._guarded(lambda: self.scheduler.schedule(poll=True))
+        for update in self.scheduler.take_failed():
+            self._unexpected_end(update.request)
+        if output is not None:
+            self._inflight.append(output)
+            self.promises.planned(output, self.requests)
+        return output
+
+    def _unexpected_end(self, request: Request) -> None:
+        self.watch.findings.add("answers-lawful", f"{request.request_id} failed: {request.error}")
+        self.watch.findings.raise_first()
+
+    def execute_and_apply(self) -> None:
+        """Execute the oldest step in flight, and apply what came of it. Raises: `Violation`."""
+        output = self._inflight[0]
+        self.watch.step, self.watch.step_is_running = output, True
+        self.watch.trace.note(f"engine    executes {describe_step(output)}")
+        result = self._guarded(lambda: self.parts.runner.execute(output))
+        self.watch.step_is_running = False
+        self.order.end_step(output)
+        self._mutation.end_step(output.step_id)
+        self.watch.findings.raise_first()
+        self._inflight.popleft()
+        updates = self._guarded(lambda: self.scheduler.update_from_output(output, result))
+        self.promises.applied(output)
+        for update in updates:
+            self._take(update.request, update.new_token_ids)
+        self.num_steps += 1
+        self.watch.findings.raise_first()
+
+    def _take(self, request: Request, tokens: Sequence[int]) -> None:
+        """Note new tokens, and compare them with the right ones."""
+        for token_id in tokens:
+            so_far = self.outputs[request.request_id]
+            if not (self.subject.cls.kv_is_synthetic or request.request_id in self._unsure):
+                self._check_token(request, so_far, token_id)
+            so_far.append(token_id)
+
+    def _check_token(self, request: Request, so_far: list[int], token_id: int) -> None:
+        right = self.oracle.next([*request.prompt_token_ids, *so_far])
+        self.watch.evidence["tokens"] += 1
+        if token_id == right.token_id:
+            return
+        if right.margin < MIN_MARGIN:
+            self._unsure.add(request.request_id)
+            return
+        self.watch.findings.add(
+            self._token_property,
+            f"token {len(so_far)} of {request.request_id} is {token_id}, but {right.token_id} is"
+            " right.",
+        )
+
+    def _guarded(self, call: Any) -> Any:
+        """What `call` returns. Raises: `Violation`, also for what the engine raises itself."""
+        try:
+            result = call()
+        except Exception as error:  # noqa: BLE001 - whatever the connector brought about
+            self._engine_failed(error)
+        self.watch.findings.raise_first()
+        return result
+
+    def _engine_failed(self, error: Exception) -> NoReturn:
+        self.watch.findings.add(
+            "answers-lawful", f"the engine failed: {type(error).__name__}: {error}"
+        )
+        self.watch.findings.raise_first()
+        raise error
+
+    # ---------------------------------------------------------------- many steps
+
+    def step(self) -> bool:
+        """Plan as far as depth allows, then execute and apply one; False if nothing is to do."""
+        while self.plan() is not None:
+            pass
+        if not self._inflight:
+            return False
+        self.execute_and_apply()
+        return True
+
+    def run(self, *, max_steps: int = 4000) -> None:
+        """Step until nothing is left to do. Raises: `Violation`, also if nothing gets on."""
+        progress, since_step, since_s = self._progress(), self.num_steps, time.monotonic()
+        for _ in range(max_steps):
+            if not self.step():
+                return
+            now = self._progress()
+            if now != progress:
+                progress, since_step, since_s = now, self.num_steps, time.monotonic()
+            elif self._is_stalled(since_step, since_s):
+                break
+        self._stalled()
+
+    def steps(self, num_steps: int) -> None:
+        """So many, or fewer if nothing is left to do."""
+        for _ in range(num_steps):
+            if not self.step():
+                return
+
+    @property
+    def has_own_threads(self) -> bool:
+        """Whether the connector runs threads, so that time has to pass."""
+        return any(thread not in self._threads_before for thread in threading.enumerate())
+
+    def _is_stalled(self, since_step: int, since_s: float) -> bool:
+        if not self.has_own_threads:
+            return self.num_steps - since_step > PATIENT_STEPS
+        time.sleep(_NAP_S)
+        return time.monotonic() - since_s > PATIENT_S
+
+    def _progress(self) -> object:
+        """Changes when anything gets on."""
+        scheduler = self.scheduler
+        return (
+            sum(map(len, self.outputs.values())),
+            tuple(r.num_computed_tokens for r in self.requests.values()),
+            tuple(r.status for r in self.requests.values()),
+            len(self.ledger.loads),
+            scheduler.num_held_requests,
+            self.lanes.num_done,
+        )
+
+    def _stalled(self) -> NoReturn:
+        """Raises: `Violation`, of what is waited for."""
+        findings = self.watch.findings
+        for load in self.ledger.loads:
+            findings.add(
+                "promises-kept",
+                f"{load.name}, begun with step {load.step_id}, was never reported as received.",
+            )
+        for request_id in self.ledger.held:
+            findings.add(
+                "promises-kept",
+                f"request_finished answered True for {request_id}, which was never reported as"
+                " sent.",
+            )
+        waiting = [r.request_id for r in self.requests.values() if not r.is_finished]
+        findings.add(
+            "no-deadlock-in-tiny-pools",
+            f"nothing gets on: {', '.join(waiting) or 'no request'} cannot end"
+            f" ({self.scheduler!r}).",
+        )
+        findings.raise_first()
+        raise AssertionError("a finding was added")
+
+    # ---------------------------------------------------------------- the end
+
+    def reset_prefix_cache(self, *, reset_connector: bool = False) -> bool:
+        """Let the engine forget its cached blocks; nothing may be under way."""
+        return bool(
+            self._guarded(
+                lambda: self.scheduler.reset_prefix_cache(reset_connector=reset_connector)
+            )
+        )
+
+    @property
+    def sides(self) -> dict[str, KVConnectorBase_V1]:
+        """The connector's instances, by a name for messages."""
+        workers = {f"worker {rank}": side for rank, side in enumerate(self.parts.worker_sides)}
+        return {"scheduler side": self.parts.scheduler_side, **workers}
+
+    def close(self) -> None:
+        """End both sides. Idempotent; raises nothing that a side raises."""
+        parts = getattr(self, "parts", None)
+        if parts is not None:
+            self.watch.step_is_running = False
+            parts.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        try:
+            self.close()
+        except Violation:
+            if exc is None:
+                raise

@@ -1,0 +1,172 @@
+"""Compares what loads bring with what is right, at the moments that the protocol names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from interlace.connectors.conformance.hook_calls import HookCall
+from interlace.connectors.conformance.load_ledger import Load, LoadLedger
+from interlace.connectors.conformance.oracle import Oracle
+from interlace.connectors.conformance.pages import Bits, Content, Pages
+from interlace.connectors.conformance.watch import Detector, Watch
+
+
+class _Suspect(NamedTuple):
+    """A block that was not right when it had to be."""
+
+    layer: str
+    content: Content
+
+
+class LoadJudge(Detector):
+    """Within a step when `wait_for_layer_load` returns, else when the load is reported as received.
+
+    Verdicts fall when the worker has said which blocks are lost.
+    """
+
+    def __init__(
+        self, watch: Watch, pages: Pages, ledger: LoadLedger, oracle: Oracle, *, synthetic: bool
+    ) -> None:
+        """`synthetic`: what is loaded is invented, and only has to be there."""
+        self._watch = watch
+        self._pages = pages
+        self._ledger = ledger
+        self._oracle = oracle
+        self._synthetic = synthetic
+        self._suspects: dict[tuple[Load, int, int], _Suspect] = {}
+        """(load, rank, block id) -> what was wrong with it first."""
+        self._received: dict[int, list[Load]] = {}
+        """Rank -> loads that the last `get_finished` reported."""
+        self.lost_hashes: set[bytes] = set()
+        """Of blocks that were damaged in the connector's store."""
+
+    def after(self, call: HookCall) -> None:
+        """See `Detector`."""
+        match call.hook:
+            case "wait_for_layer_load" if call.error is None:
+                self._end_of_wait(call.rank, call.args[0])
+            case "wait_for_layer_load" | "start_load_kv":
+                self._failed_wait(call)
+            case "get_finished" if call.error is None:
+                self._end_of_async(call)
+            case "get_block_ids_with_load_errors" if call.error is None:
+                self._verdict(call)
+
+    def _end_of_wait(self, rank: int, layer: str) -> None:
+        for load in self._ledger.running_step_loads(rank):
+            load.waited.add((rank, layer))
+            self._examine(load, rank, layer)
+
+    def _failed_wait(self, call: HookCall) -> None:
+        """The engine takes all blocks of the step's loads for lost."""
+        if call.error is None:
+            return
+        for load in self._ledger.running_step_loads(call.rank):
+            load.invalid |= {(call.rank, block_id) for block_id in load.block_ids}
+
+    def _end_of_async(self, call: HookCall) -> None:
+        received = self._received[call.rank] = []
+        for request_id in sorted(call.answer[1] or ()):
+            load = self._ledger.load_to_report(request_id, call.rank)
+            if load is None:
+                continue
+            received.append(load)
+            for layer in self._pages.attention_layers:
+                self._examine(load, call.rank, layer)
+
+    # ---------------------------------------------------------------- looking
+
+    def _examine(self, load: Load, rank: int, layer: str) -> None:
+        """Note the blocks whose layer is not right."""
+        for block_id, tokens, right in self._parts(load, rank, layer):
+            if self._synthetic:
+                is_bad = self._pages.is_untouched(rank, layer, block_id, tokens)
+                content = Content.UNTOUCHED if is_bad else Content.RIGHT
+            else:
+                content = self._pages.look(rank, layer, block_id, tokens, right)
+            self._watch.evidence["compared blocks"] += 1
+            if content is not Content.RIGHT:
+                self._suspects.setdefault((load, rank, block_id), _Suspect(layer, content))
+
+    def _parts(self, load: Load, rank: int, layer: str) -> Iterator[tuple[int, slice, Bits]]:
+        """(block id, its slots, what belongs there) of a load."""
+        heads = self._pages.layers[rank][layer].shape[3]
+        index = self._pages.attention_layers.index(layer)
+        kv = self._oracle.kv(load.token_ids)[index][:, :, rank * heads : (rank + 1) * heads]
+        size = self._pages.layers[rank][layer].shape[2]
+        first = load.start // size
+        for place, block_id in enumerate(load.block_ids):
+            begin = max(load.start, (first + place) * size)
+            end = min(load.stop, (first + place + 1) * size)
+            slots = slice(begin % size, begin % size + end - begin)
+            yield block_id, slots, np.ascontiguousarray(kv[begin:end]).view(np.int64)
+
+    # ---------------------------------------------------------------- judging
+
+    def _verdict(self, call: HookCall) -> None:
+        """Of the loads that end with this step on that worker."""
+        received = self._received.pop(call.rank, [])
+        for load in (*self._ledger.running_step_loads(call.rank), *received):
+            if not load.request.is_finished:
+                self._judge(call, load)
+            is_complete = not load.invalid and not self._has_suspects(load)
+            self._ledger.end(load, call.rank, is_complete=is_complete)
+            for block_id in load.block_ids:
+                self._suspects.pop((load, call.rank, block_id), None)
+            if is_complete and not load.open_ranks:
+                self._pages.nudge(load.block_ids)
+
+    def _has_suspects(self, load: Load) -> bool:
+        return any(suspected is load for suspected, _, _ in self._suspects)
+
+    def _judge(self, call: HookCall, load: Load) -> None:
+        self._check_waits(load, call.rank)
+        for block_id, block_hash in zip(load.block_ids, load.hashes, strict=True):
+            suspect = self._suspects.get((load, call.rank, block_id))
+            is_told = (call.rank, block_id) in load.invalid
+            is_lost = block_hash in self.lost_hashes
+            if is_told:
+                self._watch.evidence["lost blocks reported"] += 1
+                self._watch.evidence["unprovoked failures"] += not is_lost
+                if suspect is None and not is_lost:
+                    self._over_reported(call, load, block_id)
+            elif suspect is not None:
+                self._not_right(load, block_id, suspect, is_lost=is_lost)
+
+    def _check_waits(self, load: Load, rank: int) -> None:
+        """A layer that nobody waited for was computed from whatever was there."""
+        layers = set(self._pages.attention_layers)
+        missing = layers - {layer for of_rank, layer in load.waited if of_rank == rank}
+        blocks = {(rank, block_id) for block_id in load.block_ids}
+        if load.is_async or not missing or blocks <= load.invalid:
+            return
+        self._watch.findings.add(
+            "layer-loads-complete",
+            f"{load.name} was due in this step, but has_connector_metadata said that there was"
+            f" none, so that nobody waited for {', '.join(sorted(missing))}.",
+        )
+
+    def _over_reported(self, call: HookCall, load: Load, block_id: int) -> None:
+        self._watch.findings.add(
+            "failures-exact",
+            f"block {block_id} of {load.name} was reported as lost, but nothing had failed and its"
+            " KV is right.",
+        )
+
+    def _not_right(self, load: Load, block_id: int, suspect: _Suspect, *, is_lost: bool) -> None:
+        when = "was reported as received" if load.is_async else "had been waited for"
+        what = f"block {block_id} of {load.name} {when}, but in {suspect.layer}"
+        if is_lost:
+            property_id, how = "failures-exact", "it is not right, and was not reported as lost"
+        elif suspect.content is Content.UNTOUCHED:
+            property_id = "loads-reported-when-done" if load.is_async else "layer-loads-complete"
+            how = "not all of it was in place"
+        elif suspect.content is Content.HANDED_ON:
+            property_id = "saves-fenced"
+            how = "it holds what was read from a block that had been handed on"
+        else:
+            property_id, how = "loaded-kv-right", "it holds other KV than that of its tokens"
+        self._watch.findings.add(property_id, f"{what} {how}.")

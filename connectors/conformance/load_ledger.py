@@ -1,0 +1,244 @@
+"""Which loads are under way, into which blocks; which requests are held; what was reported.
+
+Follows the hooks of all sides by itself, so that what the engine believes need not be trusted.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator
+
+from interlace.connectors.conformance.hook_calls import HookCall
+from interlace.connectors.conformance.watch import Detector, Watch
+from interlace.engine.block_pool import BlockPool
+from interlace.engine.request import Request
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Load:
+    """KV that a connector is to bring."""
+
+    request: Request
+    is_async: bool
+    start: int
+    stop: int
+    """Positions [start, stop)."""
+    block_ids: tuple[int, ...]
+    """Of these positions."""
+    hashes: tuple[bytes | None, ...]
+    """Of those blocks; None for one that is not full."""
+    token_ids: tuple[int, ...]
+    """All up to `stop`."""
+    generations: tuple[int, ...]
+    """When the blocks were handed out."""
+    step_id: int = 0
+    """The step that it begins with; 0 while that is being planned."""
+    open_ranks: set[int] = dataclasses.field(default_factory=set)
+    """Workers on which it has not ended."""
+    waited: set[tuple[int, str]] = dataclasses.field(default_factory=set)
+    """(rank, layer) that were waited for."""
+    invalid: set[tuple[int, int]] = dataclasses.field(default_factory=set)
+    """(rank, block id) that were reported as lost."""
+
+    @property
+    def name(self) -> str:
+        """For messages."""
+        return f"the load of {self.request.request_id}"
+
+
+class LoadLedger(Detector):
+    """See the module's docstring. `block_size` is in tokens."""
+
+    def __init__(
+        self,
+        watch: Watch,
+        pool: BlockPool,
+        *,
+        block_size: int,
+        num_ranks: int,
+        generation_of: Callable[[int], int],
+    ) -> None:
+        self._watch = watch
+        self._pool = pool
+        self._block_size = block_size
+        self._num_ranks = num_ranks
+        self._generation_of = generation_of
+        self._asked: dict[str, tuple[int, bool]] = {}
+        """Request id -> (computed tokens, answered "asynchronously") of the latest match query."""
+        self.loads: list[Load] = []
+        """Planned or under way."""
+        self._complete: dict[int, int] = {}
+        """Block id -> its generation when a load into it was found complete."""
+        self.held: dict[str, set[int]] = {}
+        """Ended requests that the connector holds -> ranks that have not reported them."""
+        self._told_of_end: dict[int, set[str]] = {rank: set() for rank in range(num_ranks)}
+        self._reported: set[tuple[int, str, str]] = set()
+        """(rank, kind, id) that were reported and awaited."""
+        self._lost_blocks: set[tuple[int, int, int]] = set()
+        """(rank, block id, generation) that were reported as lost."""
+
+    # ---------------------------------------------------------------- following the hooks
+
+    def after(self, call: HookCall) -> None:
+        """See `Detector`."""
+        if call.error is not None:
+            return
+        match call.hook:
+            case "get_num_new_matched_tokens":
+                request, computed = call.args
+                self._asked[request.request_id] = (computed, call.answer[1])
+            case "update_state_after_alloc":
+                request, blocks, num_tokens = call.args
+                if num_tokens:
+                    self._plan(request, blocks.get_block_ids()[0], num_tokens)
+            case "build_connector_meta":
+                for load in self.loads:
+                    load.step_id = load.step_id or call.args[0].step_id
+            case "request_finished" | "request_finished_all_groups":
+                request = call.args[0]
+                self._asked.pop(request.request_id, None)
+                if call.answer[0]:
+                    self.held[request.request_id] = set(range(self._num_ranks))
+                    self._watch.evidence["held"] += 1
+            case "get_finished":
+                self._told_of_end[call.rank] |= call.args[0]
+                self._check_sent(call, call.answer[0] or ())
+                self._check_received(call, call.answer[1] or ())
+            case "get_block_ids_with_load_errors":
+                self._check_invalid(call, call.answer)
+
+    def _plan(self, request: Request, table: list[int], num_tokens: int) -> None:
+        start, is_async = self._asked.get(request.request_id, (0, False))
+        size = self._block_size
+        stop = start + num_tokens
+        blocks = range(start // size, -(-stop // size))
+        hashes = request.block_hashes
+        ids = tuple(table[index] for index in blocks)
+        self.loads.append(
+            Load(
+                request,
+                is_async,
+                start,
+                stop,
+                ids,
+                tuple(hashes[i] if i < len(hashes) else None for i in blocks),
+                tuple(request.all_token_ids[:stop]),
+                tuple(self._generation_of(block_id) for block_id in ids),
+                open_ranks=set(range(self._num_ranks)),
+            )
+        )
+        self._forget_reports("received", request.request_id)
+        self._watch.evidence["async loads" if is_async else "sync loads"] += 1
+        self._watch.evidence["loaded tokens"] += num_tokens
+
+    def _forget_reports(self, kind: str, request_id: str) -> None:
+        for rank in range(self._num_ranks):
+            self._reported.discard((rank, kind, request_id))
+
+    # ---------------------------------------------------------------- reports
+
+    def _check_sent(self, call: HookCall, ids: Iterable[str]) -> None:
+        for request_id in sorted(ids):
+            self._watch.evidence["reports"] += 1
+            waiting = self.held.get(request_id, set())
+            if call.rank not in waiting or request_id not in self._told_of_end[call.rank]:
+                self._refuse(call, "sent", request_id, "which is not held")
+                continue
+            waiting.discard(call.rank)
+            self._reported.add((call.rank, "sent", request_id))
+            if not waiting:
+                del self.held[request_id]
+
+    def _check_received(self, call: HookCall, ids: Iterable[str]) -> None:
+        for request_id in sorted(ids):
+            self._watch.evidence["reports"] += 1
+            if self.load_to_report(request_id, call.rank) is None:
+                self._refuse(call, "received", request_id, "which is not being loaded")
+            else:
+                self._reported.add((call.rank, "received", request_id))
+
+    def _refuse(self, call: HookCall, kind: str, request_id: str, why: str) -> None:
+        name = f"{call.connector}.{call.hook} reported {request_id} as {kind}"
+        if (call.rank, kind, request_id) in self._reported:
+            self._watch.findings.add("reported-once", f"{name} again.")
+        else:
+            self._watch.findings.add("reports-known-ids", f"{name}, {why}.")
+
+    def load_to_report(self, request_id: str, rank: int) -> Load | None:
+        """The asynchronous load of that request which is under way on that worker."""
+        for load in self.loads:
+            if load.is_async and load.request.request_id == request_id and rank in load.open_ranks:
+                return load if 0 < load.step_id <= self._watch.step_id else None
+        return None
+
+    def _check_invalid(self, call: HookCall, block_ids: Iterable[int]) -> None:
+        name = f"{call.connector}.{call.hook} reported block"
+        for block_id in sorted(block_ids):
+            self._watch.evidence["reports"] += 1
+            generation = self._generation_of(block_id)
+            if (call.rank, block_id, generation) in self._lost_blocks:
+                self._watch.findings.add("reported-once", f"{name} {block_id} again.")
+                continue
+            self._lost_blocks.add((call.rank, block_id, generation))
+            loads = [one for one in self._running(call.rank) if block_id in one.block_ids]
+            if loads:
+                for load in loads:
+                    load.invalid.add((call.rank, block_id))
+            elif 0 < block_id < len(self._pool.blocks):
+                where = self.describe(block_id)
+                self._watch.findings.add(
+                    "failures-exact", f"{name} {block_id}, {where}, which is not being loaded."
+                )
+            else:
+                self._watch.findings.add(
+                    "reports-known-ids", f"{name} {block_id}, which does not exist."
+                )
+
+    # ---------------------------------------------------------------- loads under way
+
+    def _running(self, rank: int) -> Iterator[Load]:
+        """Loads that the worker has been told of and that have not ended there."""
+        for load in self.loads:
+            if rank not in load.open_ranks or not 0 < load.step_id <= self._watch.step_id:
+                continue
+            if load.is_async or load.step_id == self._watch.step_id:
+                yield load
+
+    def running_step_loads(self, rank: int) -> list[Load]:
+        """Those of the step that runs."""
+        return [load for load in self._running(rank) if not load.is_async]
+
+    def end(self, load: Load, rank: int, *, is_complete: bool) -> None:
+        """A load has ended on a worker."""
+        load.open_ranks.discard(rank)
+        if load.open_ranks:
+            return
+        self.loads.remove(load)
+        if is_complete:
+            self._complete.update(zip(load.block_ids, load.generations, strict=True))
+
+    def may_write(self, block_id: int, rank: int, layer: str) -> bool:
+        """Whether a load into that block of that layer goes on."""
+        return any(
+            block_id in load.block_ids and (load.is_async or (rank, layer) not in load.waited)
+            for load in self._running(rank)
+        )
+
+    def is_late(self, block_id: int, rank: int) -> bool:
+        """Whether the step that runs loads the block, in a layer that was waited for."""
+        return any(block_id in load.block_ids for load in self.running_step_loads(rank))
+
+    def was_loaded(self, block_id: int) -> bool:
+        """Whether its content was loaded, completely, since it was handed out."""
+        return self._complete.get(block_id) == self._generation_of(block_id)
+
+    def describe(self, block_id: int) -> str:
+        """Who has the block."""
+        if block_id == 0:
+            return "the null block"
+        if not 0 < block_id < len(self._pool.blocks):
+            return "which does not exist"
+        holders = self._pool.blocks[block_id].ref_cnt
+        return {0: "which is free", 1: "which a request holds"}.get(
+            holders, f"which {holders} requests share"
+        )

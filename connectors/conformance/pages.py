@@ -1,0 +1,104 @@
+"""The engine's KV pages as bits: what a block holds, what was painted on it, what was written.
+
+Blocks are painted when the pool hands them out, with a NaN that tells when and where that was. So
+a slot that nobody wrote shows, and so does one that was read after its block was handed on.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from interlace.connectors.conformance.oracle import TOLERANCE
+from interlace.engine.block_pool import BlockPool, KVCacheBlock
+
+Bits = NDArray[np.int64]
+_PAINTED = 0x7FF8_1000_0000_0000
+_BLOCK_BITS = 12
+
+
+class Content(enum.Enum):
+    """What lies where a token's KV should be."""
+
+    RIGHT = enum.auto()
+    UNTOUCHED = enum.auto()
+    """The paint of when the block was handed out."""
+    HANDED_ON = enum.auto()
+    """Another block's paint, or an older one: whoever copied it read too late."""
+    WRONG = enum.auto()
+
+
+class Pages:
+    """Pages of all workers, seen as int64. All layers are float64."""
+
+    def __init__(self, by_rank: Sequence[Mapping[str, torch.Tensor]]) -> None:
+        """Per rank: layer name -> pages, blocks first."""
+        self.layers: list[dict[str, Bits]] = [
+            {name: pages.numpy().view(np.int64) for name, pages in layers.items()}
+            for layers in by_rank
+        ]
+        self.generation: dict[int, int] = {}
+        """Block id -> how many blocks had been handed out when it was, last."""
+        self._num_handed_out = 0
+
+    @property
+    def attention_layers(self) -> list[str]:
+        """Names of the layers that keep K and V, in order of depth."""
+        return [name for name, bits in self.layers[0].items() if bits.ndim == 5]
+
+    def paint_what_is_handed_out(self, pool: BlockPool) -> None:
+        """From now on paint each block when `pool` hands it out."""
+        get_new_blocks = pool.get_new_blocks
+
+        def painting(num_blocks: int) -> list[KVCacheBlock]:
+            blocks = get_new_blocks(num_blocks)
+            for block in blocks:
+                self._paint(block.block_id)
+            return blocks
+
+        pool.get_new_blocks = painting  # type: ignore[method-assign]
+
+    def _paint(self, block_id: int) -> None:
+        self._num_handed_out += 1
+        self.generation[block_id] = self._num_handed_out
+        for layers in self.layers:
+            for bits in layers.values():
+                bits[block_id] = self._paint_of(block_id)
+
+    def _paint_of(self, block_id: int) -> int:
+        return _PAINTED | self.generation.get(block_id, 0) << _BLOCK_BITS | block_id
+
+    def look(self, rank: int, layer: str, block_id: int, tokens: slice, right: Bits) -> Content:
+        """What the block's slots `tokens` hold; `right`: float64 bits [tokens, 2, heads, dim]."""
+        found = self.layers[rank][layer][block_id][:, tokens].swapaxes(0, 1)
+        numbers = found.view(np.float64) if found.flags.c_contiguous else _as_floats(found)
+        if np.allclose(numbers, _as_floats(right), rtol=TOLERANCE, atol=TOLERANCE):
+            return Content.RIGHT
+        if (found == self._paint_of(block_id)).any():
+            return Content.UNTOUCHED
+        return Content.HANDED_ON if _is_paint(found).any() else Content.WRONG
+
+    def is_untouched(self, rank: int, layer: str, block_id: int, tokens: slice) -> bool:
+        """Whether any number of these slots is as it was when the block was handed out."""
+        found = self.layers[rank][layer][block_id][:, tokens]
+        return bool((found == self._paint_of(block_id)).any())
+
+    def nudge(self, block_ids: Iterable[int]) -> None:
+        """Change each number by its last bit: who writes the same again is seen to write."""
+        for layers in self.layers:
+            for bits in layers.values():
+                for block_id in block_ids:
+                    bits[block_id] ^= 1
+
+
+def _as_floats(bits: Bits) -> NDArray[np.float64]:
+    return np.ascontiguousarray(bits).view(np.float64)
+
+
+def _is_paint(bits: Bits) -> NDArray[np.bool_]:
+    kind: NDArray[np.bool_] = (bits & ~np.int64((1 << 44) - 1)) == _PAINTED
+    return kind

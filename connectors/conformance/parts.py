@@ -1,0 +1,83 @@
+"""The one place where a harness is wired: model, pages, runner, both sides, scheduler."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from interlace.connectors.base import KVConnectorBase_V1
+from interlace.connectors.conformance.subject import Subject, engine_config
+from interlace.connectors.conformance.watch import Watch
+from interlace.connectors.conformance.watched import WatchingFactory
+from interlace.connectors.conformance.watched_lanes import WatchedLanes
+from interlace.engine.clock import MonotonicClock
+from interlace.engine.events import EventBus
+from interlace.engine.kv_connector import KVConnectorRole
+from interlace.engine.scheduler import Scheduler
+from interlace.layers.checkpoint import LoadedModel
+from interlace.layers.runner import ModelRunner
+
+if TYPE_CHECKING:
+    from interlace.connectors.conformance.harness import EngineShape
+
+
+class Parts(NamedTuple):
+    """An engine without its loop."""
+
+    scheduler: Scheduler
+    runner: ModelRunner
+    scheduler_side: KVConnectorBase_V1
+    worker_sides: list[KVConnectorBase_V1]
+    """By rank."""
+    pages: list[Mapping[str, torch.Tensor]]
+    """Per rank: layer name -> pages."""
+
+    def close(self) -> None:
+        """End both sides of the connector, as the engine does."""
+        self.scheduler.close()
+        self.runner.close()
+
+
+class _Silent:
+    """A `Progress` that shows nothing."""
+
+    @contextlib.contextmanager
+    def task(self, description: str, total: float | None) -> Iterator[Callable[[float], None]]:
+        """See `Progress`."""
+        yield lambda amount: None
+
+
+def open_parts(
+    subject: Subject, shape: EngineShape, model: LoadedModel, watch: Watch, lanes: WatchedLanes
+) -> Parts:
+    """Everything made as the engine makes it, in its order. Raises: `ConfigError`,
+    `ConnectorError`; nothing is left open then."""
+    from interlace.front_door import make_parts
+
+    config = engine_config(subject, shape.options(), shape.failure_policy)
+    factory = WatchingFactory(subject.cls, watch)
+    made = make_parts(config, model, _Silent(), factory, lanes)
+    try:
+        scheduler = Scheduler(
+            made.config.scheduler_config,
+            made.config.cache_config,
+            made.model_config.eos_token_ids,
+            MonotonicClock(),
+            EventBus(),
+            made.connector,
+            shape.failure_policy,
+        )
+        scheduler.connect(made.runner)
+    except BaseException:
+        made.close()
+        raise
+    return Parts(
+        scheduler,
+        made.runner,
+        factory.made_in(KVConnectorRole.SCHEDULER)[0],
+        factory.made_in(KVConnectorRole.WORKER),
+        [pages.by_name() for pages in made.runner._workers.pages],
+    )

@@ -1,0 +1,76 @@
+"""What may be served: blocks whose KV was computed in a step that was applied, on good ground."""
+
+from __future__ import annotations
+
+from interlace.connectors.conformance.hook_calls import HookCall
+from interlace.connectors.conformance.watch import Detector, Watch
+from interlace.engine.request import Request
+from interlace.engine.scheduler_output import SchedulerOutput
+
+
+class StoredTruth:
+    """Hashes of blocks that any engine of this check has computed, applied and found good."""
+
+    def __init__(self) -> None:
+        self.good: set[bytes] = set()
+        self.forgotten: set[bytes] = set()
+        """Those that were good when the connector said that it has forgotten all."""
+
+    def forget(self) -> None:
+        """The connector was reset."""
+        self.forgotten |= self.good
+        self.good.clear()
+
+
+class Promises(Detector):
+    """Holds match queries to the truth."""
+
+    def __init__(self, watch: Watch, truth: StoredTruth, block_size: int) -> None:
+        self._watch = watch
+        self._truth = truth
+        self._block_size = block_size
+        self._epochs: dict[int, list[tuple[Request, int, int]]] = {}
+        """Step id -> (request, its epoch, tokens computed when the step has ended)."""
+
+    def planned(self, output: SchedulerOutput, requests: dict[str, Request]) -> None:
+        """A step was planned: `requests` by id."""
+        members = [requests[request_id] for request_id in output.num_scheduled_tokens]
+        self._epochs[output.step_id] = [
+            (request, request.epoch, request.num_computed_tokens) for request in members
+        ]
+
+    def applied(self, output: SchedulerOutput) -> None:
+        """It was applied: what it filled is good, unless KV beneath it was bad."""
+        for request, epoch, num_tokens in self._epochs.pop(output.step_id):
+            if request.epoch == epoch:
+                hashes = request.block_hashes[: num_tokens // self._block_size]
+                self._truth.good.update(hashes)
+                self._truth.forgotten.difference_update(hashes)
+
+    def after(self, call: HookCall) -> None:
+        """See `Detector`."""
+        if call.hook != "get_num_new_matched_tokens" or call.error is not None:
+            return
+        request, computed = call.args
+        count = call.answer[0]
+        self._watch.evidence["queries"] += 1
+        if not count:
+            return
+        end = min((computed + count) // self._block_size, len(request.block_hashes))
+        for index in range(computed // self._block_size, end):
+            if request.block_hashes[index] not in self._truth.good:
+                self._refuse(call, index)
+                return
+
+    def _refuse(self, call: HookCall, index: int) -> None:
+        request = call.args[0]
+        name = f"{call.connector}.{call.hook} promised block {index} of {request.request_id}"
+        if request.block_hashes[index] in self._truth.forgotten:
+            self._watch.findings.add(
+                "reset-forgets", f"{name}, though reset_cache had forgotten it."
+            )
+            return
+        self._watch.findings.add(
+            "saves-visible-when-whole",
+            f"{name}, but no step that filled a block of that hash was applied and found good.",
+        )

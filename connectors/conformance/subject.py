@@ -1,0 +1,85 @@
+"""What is checked: a connector's class and the configuration that it gets."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from interlace.connectors.base import KVConnectorBase_V1
+from interlace.connectors.factory import KVConnectorFactory
+from interlace.engine.config import EngineConfig, KVRole, KVTransferConfig
+from interlace.engine.errors import ConfigError
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Subject:
+    """One connector to check."""
+
+    cls: type[KVConnectorBase_V1]
+    extra_config: dict[str, Any] = dataclasses.field(default_factory=dict)
+    engine_options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    role: KVRole = "kv_both"
+    workers: int = 1
+    seed: int = 0
+
+    @property
+    def name(self) -> str:
+        """The class's."""
+        return self.cls.__name__
+
+    def transfer_config(self, failure_policy: str) -> KVTransferConfig:
+        """What its constructor finds as `kv_transfer_config`."""
+        return KVTransferConfig(
+            kv_connector=self.name,
+            kv_connector_module_path=self.cls.__module__,
+            kv_role=self.role,
+            kv_load_failure_policy=failure_policy,  # type: ignore[arg-type]
+            kv_connector_extra_config=self.extra_config,
+        )
+
+
+def connector_class(connector: str | type[KVConnectorBase_V1]) -> type[KVConnectorBase_V1]:
+    """A class by its registered name, by "module:Class", or itself.
+
+    Raises: `ConfigError` if there is none, or it is no connector.
+    """
+    factory = KVConnectorFactory()
+    if isinstance(connector, str):
+        module, colon, name = connector.strip().rpartition(":")
+        if not name or (colon and not module):
+            raise ConfigError(f"{connector!r} is neither a NAME nor a MODULE:CLASS.")
+        config = KVTransferConfig(
+            kv_connector=name, kv_role="kv_both", kv_connector_module_path=module or None
+        )
+        return factory.get_connector_class(config)
+    return _checked(connector)
+
+
+def _checked(cls: object) -> type[KVConnectorBase_V1]:
+    if not (isinstance(cls, type) and issubclass(cls, KVConnectorBase_V1)):
+        raise ConfigError(
+            f"{cls!r} is not a KV connector: give a subclass of"
+            " interlace.connectors.KVConnectorBase_V1, its registered name, or MODULE:CLASS."
+        )
+    missing = sorted(cls.__abstractmethods__)
+    if missing:
+        raise ConfigError(
+            f"the KV connector {cls.__name__} lacks {', '.join(missing)}: define all of it."
+        )
+    return cls
+
+
+def engine_config(subject: Subject, options: dict[str, Any], failure_policy: str) -> EngineConfig:
+    """The engine's configuration; the subject's own options win. Raises: `ConfigError`."""
+    wanted = {
+        "model": "tiny",
+        "dtype": "float64",
+        "device": "cpu",
+        "skip_tokenizer_init": True,
+        "seed": subject.seed,
+        "tensor_parallel_size": subject.workers,
+        "kv_transfer_config": subject.transfer_config(failure_policy),
+        **options,
+        **subject.engine_options,
+    }
+    return EngineConfig(**wanted)

@@ -1,0 +1,116 @@
+"""Sees every call of a connector's hooks, on all sides, and lets detectors look at each.
+
+Detectors look and remember; what they find goes to `Findings`, never through the engine, which
+would take an exception for the connector's own.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from interlace.connectors.conformance.findings import Findings, Trace
+from interlace.connectors.conformance.hook_calls import HookCall
+from interlace.engine.kv_connector import KVConnectorRole
+from interlace.engine.scheduler_output import SchedulerOutput
+
+
+class Detector:
+    """Looks at calls before they begin and when they have ended. Does nothing by itself."""
+
+    def before(self, call: HookCall) -> None:
+        """A hook is about to be called."""
+
+    def after(self, call: HookCall) -> None:
+        """A hook has returned or raised: `call.answer`, `call.error`."""
+
+    def before_work(self, label: str) -> None:
+        """Work on a lane is about to run."""
+
+    def after_work(self, label: str) -> None:
+        """Work on a lane has ended."""
+
+
+class Watch:
+    """What goes on between one engine and its connector. One thread."""
+
+    def __init__(self, trace: Trace) -> None:
+        self.trace = trace
+        self.findings = Findings(trace)
+        self.detectors: list[Detector] = []
+        """Asked in this order."""
+        self.calls: list[HookCall] = []
+        """Those that go on, the innermost last."""
+        self.step: SchedulerOutput | None = None
+        """The newest step that the workers were given."""
+        self.step_is_running = False
+        self.evidence: collections.Counter[str] = collections.Counter()
+        """What was seen, so that nothing passes that was not looked at."""
+
+    @property
+    def step_id(self) -> int:
+        """Of the newest step that the workers were given; 0 before the first."""
+        return 0 if self.step is None else self.step.step_id
+
+    def call(
+        self,
+        role: KVConnectorRole,
+        rank: int,
+        connector: str,
+        hook: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+    ) -> Any:
+        """Call a hook. Raises: what it raises."""
+        call = HookCall(role, rank, connector, hook.__name__, args, kwargs)
+        self._tell(lambda detector: detector.before(call))
+        self.calls.append(call)
+        try:
+            call.answer = hook(*args, **kwargs)
+        except Exception as error:
+            call.error = error
+            raise
+        finally:
+            self.calls.pop()
+            self._note_end(call)
+            self._tell(lambda detector: detector.after(call))
+        return call.answer
+
+    def _note_end(self, call: HookCall) -> None:
+        """A line for the call, or the end of one that was begun when something ran in it."""
+        end = call.describe_end()
+        if call.has_line:
+            self.trace.note(f"{call.describe()} ends{end}")
+        elif call.is_worth_a_line:
+            self.trace.note(call.describe() + end)
+
+    def _note_calls_that_go_on(self) -> None:
+        for call in self.calls:
+            if not call.has_line:
+                call.has_line = True
+                self.trace.note(f"{call.describe()} ...")
+
+    def _tell(self, say: Callable[[Detector], None]) -> None:
+        """What comes after the first finding may follow from it."""
+        for detector in self.detectors:
+            if self.findings:
+                return
+            say(detector)
+
+    def begin_work(self, label: str) -> None:
+        """A lane lets work run."""
+        self._note_calls_that_go_on()
+        self.trace.note(f"lane      {label}")
+        self._tell(lambda detector: detector.before_work(label))
+
+    def end_work(self, label: str, error: BaseException | None) -> None:
+        """It has ended."""
+        if error is not None:
+            self.trace.note(f"lane      {label} raised {type(error).__name__}: {error}")
+        self._tell(lambda detector: detector.after_work(label))
+
+    def hook_that_runs(self) -> str | None:
+        """`Class.hook` of the innermost call that goes on. Any thread."""
+        calls = list(self.calls)
+        return f"{calls[-1].connector}.{calls[-1].hook}" if calls else None

@@ -1,0 +1,39 @@
+"""Virtual lanes whose work is watched, and that know who waits for them."""
+
+from __future__ import annotations
+
+from interlace.connectors.conformance.watch import Watch
+from interlace.layers.virtual_lanes import Policy, VirtualGate, VirtualLane, VirtualLanes
+
+
+class WatchedLanes(VirtualLanes):
+    """Each piece of work is told to a `Watch` before and after it runs."""
+
+    def __init__(self, watch: Watch, seed: int, policy: Policy) -> None:
+        super().__init__(
+            seed, policy, on_before_work=watch.begin_work, on_after_work=self._end_work
+        )
+        self._watch = watch
+        self.num_lanes = 0
+        """That were ever asked for."""
+        self.num_waits = 0
+        """Waits that go on."""
+        self.num_done = 0
+        """Pieces of work that have ended."""
+
+    def _end_work(self, label: str, error: BaseException | None) -> None:
+        self.num_done += 1
+        self._watch.end_work(label, error)
+
+    def lane(self, name: str, *, max_pending: int = 1024) -> VirtualLane:
+        """See the base class."""
+        self.num_lanes += 1
+        return super().lane(name, max_pending=max_pending)
+
+    def run_until_ended(self, asked: VirtualGate | VirtualLane, *, may_give_up: bool) -> bool:
+        """See the base class."""
+        self.num_waits += 1
+        try:
+            return super().run_until_ended(asked, may_give_up=may_give_up)
+        finally:
+            self.num_waits -= 1
