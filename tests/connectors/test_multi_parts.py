@@ -1,0 +1,372 @@
+"""What each child of a MultiConnector is told and asked."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+from talker import (
+    Said,
+    a_request,
+    a_step,
+    sides_of,
+    talker,
+    talkers,
+)
+
+from interlace.connectors.base import KVConnectorBase_V1
+from interlace.connectors.multi_connector import MultiConnector
+from interlace.connectors.multi_messages import (
+    MultiKVEvents,
+    MultiMetadata,
+    MultiWorkerMetadata,
+)
+from interlace.engine.errors import ConfigError, ConnectorError
+from interlace.engine.kv_connector import (
+    KVConnectorOutput,
+    KVConnectorRole,
+)
+from interlace.engine.kv_events import AllBlocksCleared, BlockRemoved, CountedKVEvents
+from interlace.layers.attention_backend import TritonAttentionBackend
+
+SCHEDULER, WORKER = KVConnectorRole.SCHEDULER, KVConnectorRole.WORKER
+
+
+# --- every hook reaches every child --------------------------------------------------------------
+
+
+def test_every_public_method_of_the_base_is_overridden() -> None:
+    sane = {
+        "role",
+        "lanes",  # each child asks for its own
+        "kv_is_synthetic",
+        "store_fault_kinds",
+        "inject_store_fault",
+    }
+    names = {name for name in vars(KVConnectorBase_V1) if not name.startswith("_")}
+    inherited = {
+        name
+        for name in names
+        if inspect.getattr_static(MultiConnector, name)
+        is inspect.getattr_static(KVConnectorBase_V1, name)
+    }
+    assert inherited == sane
+
+
+def test_what_is_registered_reaches_all_children() -> None:
+    scheduler, worker = sides_of(talker(), talker())
+    pages = {"layer": object()}
+    worker.register_kv_caches(pages)  # type: ignore[arg-type]
+    worker.register_cross_layers_kv_cache(pages["layer"], TritonAttentionBackend)  # type: ignore[arg-type]
+    worker.set_host_xfer_buffer_ops(lambda *_: None)
+    scheduler.bind_gpu_block_pool("the pool")  # type: ignore[arg-type]
+    for child in talkers(worker):
+        assert [hook for hook, _ in child.heard] == [
+            "register_kv_caches",
+            "register_cross_layers_kv_cache",
+            "set_host_xfer_buffer_ops",
+        ]
+        assert child.heard[0][1] == pages
+    assert [child.heard for child in talkers(scheduler)] == [
+        [("bind_gpu_block_pool", "the pool")]
+    ] * 2
+
+
+def test_cross_layer_blocks_need_all_children() -> None:
+    _, worker = sides_of(talker(), talker())
+    for child, wants in zip(talkers(worker), (False, True), strict=True):
+        assert not worker.prefer_cross_layer_blocks
+        child.answers["prefer_cross_layer_blocks"] = True
+        assert worker.prefer_cross_layer_blocks is wants
+
+
+def test_each_child_has_a_slot_in_metadata_and_handshake() -> None:
+    scheduler, worker = sides_of(talker("a"), talker(), talker("c"))
+    step = a_step()
+    metadata = scheduler.build_connector_meta(step)
+    assert metadata == MultiMetadata((Said(("a",)), Said(("",)), Said(("c",))), {}, {})
+    assert all(child.heard[-1][1] is step for child in talkers(scheduler))
+    worker.handle_preemptions(metadata)
+    worker.bind_connector_metadata(metadata)
+    assert worker.has_connector_metadata()
+    worker.start_load_kv(None)  # type: ignore[arg-type]
+    for index, child in enumerate(talkers(worker)):
+        part = metadata.parts[index]
+        assert child.heard == [("handle_preemptions", part), ("start_load_kv", part)]
+    worker.clear_connector_metadata()
+    assert not worker.has_connector_metadata()
+    assert not any(child.has_connector_metadata() for child in worker.children)
+    handshake = worker.get_handshake_metadata()
+    assert handshake is not None
+    scheduler.set_xfer_handshake_metadata({0: handshake, 1: handshake})
+    assert [child.heard[-1][1] for child in talkers(scheduler)] == [
+        {0: Said(("a",)), 1: Said(("a",))},
+        {},
+        {0: Said(("c",)), 1: Said(("c",))},
+    ]
+    silent, _ = sides_of(talker(), talker())
+    assert silent.get_handshake_metadata() is None
+
+
+def test_layer_hooks_reach_only_children_that_have_work() -> None:
+    scheduler, worker = sides_of(talker(), talker())
+    idle, busy = talkers(worker)
+    idle.has_connector_metadata = lambda: False  # type: ignore[method-assign]
+    worker.bind_connector_metadata(scheduler.build_connector_meta(a_step()))
+    assert worker.has_connector_metadata()
+    worker.wait_for_layer_load("layer")
+    worker.save_kv_layer("layer", None, None)  # type: ignore[arg-type]
+    worker.wait_for_save()
+    assert [hook for hook, _ in busy.heard] == [
+        "wait_for_layer_load",
+        "save_kv_layer",
+        "wait_for_save",
+    ]
+    assert [hook for hook, _ in idle.heard] == ["wait_for_save"]
+    busy.has_connector_metadata = lambda: False  # type: ignore[method-assign]
+    assert not worker.has_connector_metadata()
+
+
+def test_worker_metadata_statistics_and_events_go_to_their_child() -> None:
+    scheduler, first = sides_of(talker("a"), talker(), talker("ccc"))
+    _, second = sides_of(talker("b"), talker(), talker("ccc"))
+    parts = [
+        KVConnectorOutput(
+            kv_connector_stats=side.get_kv_connector_stats(),
+            kv_cache_events=side.get_kv_connector_kv_cache_events(),
+            kv_connector_worker_meta=side.build_connector_worker_meta(),
+        )
+        for side in (first, second)
+    ]
+    merged = KVConnectorOutput.merge(*parts)
+    assert merged.kv_connector_worker_meta == MultiWorkerMetadata(
+        (Said(("a", "b")), None, Said(("ccc", "ccc")))
+    )
+    before = dataclasses.replace(merged)
+    scheduler.update_connector_output(merged)
+    assert merged == before, "the engine's object stays as it is"
+    a, silent, c = talkers(scheduler)
+    assert silent.heard == [], "nothing was reported for it"
+    for child, words, count, removed, workers in (
+        (a, ("a", "b"), 2, [b"a", b"b"], 2),
+        (c, ("ccc", "ccc"), 6, [b"ccc"], 2),
+    ):
+        (hook, output), *_ = child.heard
+        assert hook == "update_connector_output"
+        assert output.kv_connector_worker_meta == Said(words)
+        assert output.kv_connector_stats.data == {"words": count}
+        events = output.kv_cache_events
+        assert events.get_all_events() == [BlockRemoved([name]) for name in removed]
+        assert events.get_number_of_workers() == workers
+
+
+def test_bad_blocks_concern_all_children_and_each_gets_a_set_of_its_own() -> None:
+    scheduler, worker = sides_of(talker(), talker())
+    output = KVConnectorOutput(invalid_block_ids={3})
+    scheduler.update_connector_output(output)
+    shown = [child.heard[0][1].invalid_block_ids for child in talkers(scheduler)]
+    assert shown == [{3}, {3}]
+    shown[0].clear()
+    assert output.invalid_block_ids == shown[1] == {3}
+    first, second = talkers(worker)
+    first.get_block_ids_with_load_errors = lambda: {1}  # type: ignore[method-assign]
+    second.get_block_ids_with_load_errors = lambda: {2}  # type: ignore[method-assign]
+    assert worker.get_block_ids_with_load_errors() == {1, 2}
+
+
+def test_silent_children_make_a_silent_parent() -> None:
+    _, worker = sides_of(talker(), talker())
+    assert worker.get_kv_connector_stats() is None
+    assert worker.get_kv_connector_kv_cache_events() is None
+    assert worker.build_connector_worker_meta() is None
+
+
+def test_events_are_chained_and_aggregated_by_child() -> None:
+    scheduler, worker = sides_of(talker("a"), talker("b"))
+    assert list(scheduler.take_events()) == [BlockRemoved([b"a"]), BlockRemoved([b"b"])]
+    events = worker.get_kv_connector_kv_cache_events()
+    assert isinstance(events, MultiKVEvents)
+    events.merge(MultiKVEvents([None, CountedKVEvents([AllBlocksCleared()])]))
+    assert events.get_number_of_workers() == 2
+    assert len(events.get_all_events()) == 3
+    events.aggregate()
+    assert events.get_all_events() == [BlockRemoved([b"a"])], "the only one that all have told"
+    events.increment_workers(2)
+    assert events.get_number_of_workers() == 3
+    events.add_events([])
+    with pytest.raises(ConnectorError, match="merge"):
+        events.add_events([AllBlocksCleared()])
+    events.clear_events()
+    assert events.get_all_events() == []
+
+
+@pytest.mark.parametrize(
+    ("answers", "right"), [((None, None), True), ((True, None), True), ((False, True), False)]
+)
+def test_a_reset_asks_all_children(answers: tuple[bool | None, ...], right: bool) -> None:
+    scheduler, _ = sides_of(talker(), talker())
+    for child, answer in zip(talkers(scheduler), answers, strict=True):
+        child.answers["reset_cache"] = answer
+    assert scheduler.reset_cache() is right
+    assert all(child.heard for child in talkers(scheduler))
+
+
+# --- how many workers report ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("counts", "workers", "expected"),
+    [
+        ((None, None), 2, None),
+        ((2, None), 2, 2),
+        ((1, None), 1, 1),
+        ((1,), 2, 1),
+        ((None,), 2, None),
+    ],
+)
+def test_counts_that_fit(
+    counts: tuple[int | None, ...], workers: int, expected: int | None
+) -> None:
+    scheduler, _ = sides_of(*[talker() for _ in counts], workers=workers)
+    for child, count in zip(talkers(scheduler), counts, strict=True):
+        child.answers["get_finished_count"] = count
+    assert scheduler.get_finished_count() == expected
+
+
+@pytest.mark.parametrize("counts", [(None, 1), (1, 1), (2, 1)])
+def test_a_child_that_only_some_workers_report_for_is_refused(
+    counts: tuple[int | None, ...],
+) -> None:
+    scheduler, _ = sides_of(talker(), talker(), workers=2)
+    for child, count in zip(talkers(scheduler), counts, strict=True):
+        child.answers["get_finished_count"] = count
+    with pytest.raises(ConfigError, match="answers 1 of 2 workers"):
+        scheduler.get_finished_count()
+
+
+# --- the end of a request ------------------------------------------------------------------------
+
+
+def finished(*answers: Any, raises: Mapping[int, Exception] | None = None) -> Any:
+    """What a parent answers whose children answer these."""
+    scheduler, _ = sides_of(*[talker() for _ in answers])
+    for child, answer in zip(talkers(scheduler), answers, strict=True):
+        child.answers["request_finished"] = answer
+    for index, error in (raises or {}).items():
+        talkers(scheduler)[index].raises["request_finished"] = error
+    answer = scheduler.request_finished(a_request(), [1, 2])
+    assert all(child.heard == [("request_finished", [1, 2])] for child in talkers(scheduler))
+    return answer
+
+
+def test_parameters_of_several_children_are_one_dict() -> None:
+    assert finished((False, None), (False, None)) == (False, None)
+    assert finished((False, {}), (False, None)) == (False, {})
+    assert finished((True, {"a": 1}), (False, {"b": 2})) == (True, {"a": 1, "b": 2})
+
+
+def test_a_parameter_of_two_children_is_an_error_that_names_both() -> None:
+    with pytest.raises(ConnectorError, match=r"0:\S+Talker and 1:\S+Talker both.*'a'"):
+        finished((False, {"a": 1}), (False, {"a": 1}))
+
+
+def test_an_error_frees_no_blocks_that_another_child_holds(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    assert finished((True, {"a": 1}), (False, {"a": 2, "b": 3})) == (True, {"a": 1, "b": 3})
+    assert "both answer" in caplog.text
+    caplog.clear()
+    held = finished((True, None), (False, None), raises={1: RuntimeError("boom")})
+    assert held == (True, None)
+    assert "Talker: request_finished raised RuntimeError: boom" in caplog.text
+    with pytest.raises(ConnectorError, match=r"child 0:.*boom"):
+        finished((False, None), (False, None), raises={0: RuntimeError("boom")})
+
+
+@pytest.mark.parametrize("answer", [None, True, (1, None), (False, [])])
+def test_a_child_that_answers_otherwise_is_named(answer: Any) -> None:
+    with pytest.raises(ConnectorError, match=r"child 1:\S+Talker: request_finished answered"):
+        finished((False, None), answer)
+
+
+# --- errors --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("answer", [(True, False), (-1, False), (0, True), (10, False), (3, 1), 3])
+def test_a_match_that_the_protocol_forbids_names_its_child(answer: Any) -> None:
+    scheduler, _ = sides_of(talker(), talker())
+    talkers(scheduler)[1].answers["get_num_new_matched_tokens"] = answer
+    with pytest.raises(ConnectorError, match=r"child 1:\S+Talker: get_num_new_matched_tokens"):
+        scheduler.get_num_new_matched_tokens(a_request(), 0)
+
+
+def test_a_load_that_nobody_promised_is_refused() -> None:
+    scheduler, _ = sides_of(talker(), talker())
+    with pytest.raises(ConnectorError, match="found none"):
+        scheduler.update_state_after_alloc(a_request(), None, 3)  # type: ignore[arg-type]
+
+
+def calls_of(worker: MultiConnector, scheduler: MultiConnector) -> dict[str, Callable[[], object]]:
+    return {
+        "register_kv_caches": lambda: worker.register_kv_caches({}),
+        "start_load_kv": lambda: worker.start_load_kv(None),  # type: ignore[arg-type]
+        "wait_for_layer_load": lambda: worker.wait_for_layer_load("layer"),
+        "wait_for_save": worker.wait_for_save,
+        "get_finished": lambda: worker.get_finished(set()),
+        "build_connector_meta": lambda: scheduler.build_connector_meta(a_step()),
+        "get_num_new_matched_tokens": lambda: scheduler.get_num_new_matched_tokens(a_request(), 0),
+        "update_connector_output": lambda: scheduler.update_connector_output(
+            KVConnectorOutput(invalid_block_ids={1})
+        ),
+        "reset_cache": scheduler.reset_cache,
+        "shutdown": scheduler.shutdown,
+    }
+
+
+@pytest.mark.parametrize(
+    "hook",
+    [
+        "register_kv_caches",
+        "start_load_kv",
+        "wait_for_layer_load",
+        "wait_for_save",
+        "get_finished",
+        "build_connector_meta",
+        "get_num_new_matched_tokens",
+        "update_connector_output",
+        "reset_cache",
+        "shutdown",
+    ],
+)
+def test_all_are_called_and_the_first_that_raises_is_named(
+    hook: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    scheduler, worker = sides_of(talker(), talker(), talker())
+    worker.bind_connector_metadata(scheduler.build_connector_meta(a_step()))
+    for side in (scheduler, worker):
+        for child in talkers(side):
+            child.heard.clear()
+        for number in (0, 1):
+            talkers(side)[number].raises[hook] = RuntimeError(f"boom {number}")
+    message = rf"child 0:\S+Talker: {hook} raised.*boom 0"
+    with pytest.raises(ConnectorError, match=message) as caught:
+        calls_of(worker, scheduler)[hook]()
+    assert isinstance(caught.value.__cause__, RuntimeError)
+    assert "boom 1" in caplog.text
+    heard = [child.heard for side in (scheduler, worker) for child in talkers(side)]
+    assert [[name for name, _ in calls] for calls in heard if calls] == [[hook]] * 3
+
+
+def test_a_child_that_forgets_its_metadata_is_named() -> None:
+    scheduler, worker = sides_of(talker(), talker())
+    forgetful: Any = talkers(scheduler)[1]
+    forgetful.build_connector_meta = lambda _: None
+    with pytest.raises(ConnectorError, match=r"child 1:\S+Talker: build_connector_meta returned"):
+        scheduler.build_connector_meta(a_step())
+    worker.bind_connector_metadata(MultiMetadata((Said(()), Said(())), {}, {}))
+    talkers(worker)[1].answers["get_finished"] = {"r"}
+    with pytest.raises(ConnectorError, match=r"child 1:\S+Talker: get_finished answered"):
+        worker.get_finished(set())
