@@ -33,6 +33,7 @@ from interlace.connectors.conformance.stored_truth import Promises, StoredTruth
 from interlace.connectors.conformance.subject import Subject
 from interlace.connectors.conformance.watch import Watch
 from interlace.connectors.conformance.watched_lanes import WatchedLanes
+from interlace.engine.outputs import ModelRunnerOutput
 from interlace.engine.request import Request, RequestStatus
 from interlace.engine.sampling_params import SamplingParams
 from interlace.engine.scheduler_output import SchedulerOutput
@@ -108,6 +109,8 @@ class Harness:
         self._token_property = token_property
         self._unsure: set[str] = set()
         self._inflight: collections.deque[SchedulerOutput] = collections.deque()
+        self._executed: collections.deque[ModelRunnerOutput] = collections.deque()
+        """Results of the oldest steps in flight."""
         self._threads_before = set(threading.enumerate())
         self.lanes = WatchedLanes(self.watch, self.shape.lane_seed, self.shape.lane_policy)
         self._open(model)
@@ -120,7 +123,7 @@ class Harness:
             self.watch.findings.raise_first()
             raise
         self.scheduler = self.parts.scheduler
-        self.pages = Pages(self.parts.pages)
+        self.pages = Pages(self.parts.pages, self.truth.paint_numbers)
         self.block_size = self.scheduler.kv_cache.block_size
         self.pages.paint_what_is_handed_out(self.scheduler.kv_cache.pool)
         self._make_detectors()
@@ -134,6 +137,10 @@ class Harness:
     def _make_detectors(self) -> None:
         watch, pages = self.watch, self.pages
         num_ranks = self.subject.workers
+
+        def generation_of(block_id: int) -> int:
+            return pages.generation.get(block_id, 0)
+
         self.order = CallOrder(watch, list(pages.layers[0]), num_ranks)
         self._mutation = Mutation(watch)
         self.ledger = LoadLedger(
@@ -141,11 +148,13 @@ class Harness:
             self.scheduler.kv_cache.pool,
             block_size=self.block_size,
             num_ranks=num_ranks,
-            generation_of=lambda block_id: pages.generation.get(block_id, 0),
+            generation_of=generation_of,
         )
         synthetic = self.subject.cls.kv_is_synthetic
-        self.judge = LoadJudge(watch, pages, self.ledger, self.oracle, synthetic=synthetic)
-        self.promises = Promises(watch, self.truth, self.block_size)
+        self.judge = LoadJudge(
+            watch, pages, self.ledger, self.oracle, self.truth, synthetic=synthetic
+        )
+        self.promises = Promises(watch, self.truth, self.block_size, generation_of)
         watch.detectors = [
             self.answers,
             self.order,
@@ -230,17 +239,22 @@ class Harness:
         self.watch.findings.add("answers-lawful", f"{request.request_id} failed: {request.error}")
         self.watch.findings.raise_first()
 
-    def execute_and_apply(self) -> None:
-        """Execute the oldest step in flight, and apply what came of it. Raises: `Violation`."""
-        output = self._inflight[0]
+    def execute(self) -> None:
+        """Execute the oldest step in flight that was not. Raises: `Violation`."""
+        output = self._inflight[len(self._executed)]
         self.watch.step, self.watch.step_is_running = output, True
         self.watch.trace.note(f"engine    executes {describe_step(output)}")
-        result = self._guarded(lambda: self.parts.runner.execute(output))
+        result: ModelRunnerOutput = self._guarded(lambda: self.parts.runner.execute(output))
         self.watch.step_is_running = False
         self.order.end_step(output)
         self._mutation.end_step(output.step_id)
+        self._executed.append(result)
         self.watch.findings.raise_first()
-        self._inflight.popleft()
+
+    def apply(self) -> None:
+        """Apply the oldest step in flight, which was executed. Raises: `Violation`."""
+        output, result = self._inflight.popleft(), self._executed.popleft()
+        self.watch.trace.note(f"engine    applies step {output.step_id}")
         updates = self._guarded(lambda: self.scheduler.update_from_output(output, result))
         self.promises.applied(output)
         for update in updates:
@@ -289,13 +303,22 @@ class Harness:
     # ---------------------------------------------------------------- many steps
 
     def step(self) -> bool:
-        """Plan as far as depth allows, then execute and apply one; False if nothing is to do."""
-        while self.plan() is not None:
-            pass
+        """Plan, execute and apply one step; False if nothing is to do.
+
+        With two steps in flight the next one is planned in turns before and after the one before
+        is executed, as it may happen when the device has a thread of its own.
+        """
+        self._plan_ahead(self.shape.depth if self.num_steps % 2 else 1)
         if not self._inflight:
             return False
-        self.execute_and_apply()
+        self.execute()
+        self._plan_ahead(self.shape.depth)
+        self.apply()
         return True
+
+    def _plan_ahead(self, depth: int) -> None:
+        while len(self._inflight) < depth and self.plan() is not None:
+            pass
 
     def run(self, *, max_steps: int = 4000) -> None:
         """Step until nothing is left to do. Raises: `Violation`, also if nothing gets on."""
@@ -354,6 +377,12 @@ class Harness:
                 " sent.",
             )
         waiting = [r.request_id for r in self.requests.values() if not r.is_finished]
+        if self.promises.unanswered:
+            findings.add(
+                "bounded-time",
+                "get_num_new_matched_tokens still asks to be asked again for"
+                f" {', '.join(sorted(self.promises.unanswered))}.",
+            )
         findings.add(
             "no-deadlock-in-tiny-pools",
             f"nothing gets on: {', '.join(waiting) or 'no request'} cannot end"

@@ -11,6 +11,7 @@ from interlace.connectors.conformance.hook_calls import HookCall
 from interlace.connectors.conformance.load_ledger import Load, LoadLedger
 from interlace.connectors.conformance.oracle import Oracle
 from interlace.connectors.conformance.pages import Bits, Content, Pages
+from interlace.connectors.conformance.stored_truth import StoredTruth
 from interlace.connectors.conformance.watch import Detector, Watch
 
 
@@ -19,6 +20,8 @@ class _Suspect(NamedTuple):
 
     layer: str
     content: Content
+    painted: frozenset[int]
+    """Numbers of the paint in it."""
 
 
 class LoadJudge(Detector):
@@ -28,9 +31,17 @@ class LoadJudge(Detector):
     """
 
     def __init__(
-        self, watch: Watch, pages: Pages, ledger: LoadLedger, oracle: Oracle, *, synthetic: bool
+        self,
+        watch: Watch,
+        pages: Pages,
+        ledger: LoadLedger,
+        oracle: Oracle,
+        truth: StoredTruth,
+        *,
+        synthetic: bool,
     ) -> None:
         """`synthetic`: what is loaded is invented, and only has to be there."""
+        self._truth = truth
         self._watch = watch
         self._pages = pages
         self._ledger = ledger
@@ -89,7 +100,9 @@ class LoadJudge(Detector):
                 content = self._pages.look(rank, layer, block_id, tokens, right)
             self._watch.evidence["compared blocks"] += 1
             if content is not Content.RIGHT:
-                self._suspects.setdefault((load, rank, block_id), _Suspect(layer, content))
+                painted = self._pages.painted_generations(rank, layer, block_id, tokens)
+                suspect = _Suspect(layer, content, frozenset(painted))
+                self._suspects.setdefault((load, rank, block_id), suspect)
 
     def _parts(self, load: Load, rank: int, layer: str) -> Iterator[tuple[int, slice, Bits]]:
         """(block id, its slots, what belongs there) of a load."""
@@ -134,7 +147,7 @@ class LoadJudge(Detector):
                 if suspect is None and not is_lost:
                     self._over_reported(call, load, block_id)
             elif suspect is not None:
-                self._not_right(load, block_id, suspect, is_lost=is_lost)
+                self._not_right(load, block_id, suspect, is_lost=is_lost, rank=call.rank)
 
     def _check_waits(self, load: Load, rank: int) -> None:
         """A layer that nobody waited for was computed from whatever was there."""
@@ -156,7 +169,9 @@ class LoadJudge(Detector):
             " KV is right.",
         )
 
-    def _not_right(self, load: Load, block_id: int, suspect: _Suspect, *, is_lost: bool) -> None:
+    def _not_right(
+        self, load: Load, block_id: int, suspect: _Suspect, *, is_lost: bool, rank: int
+    ) -> None:
         when = "was reported as received" if load.is_async else "had been waited for"
         what = f"block {block_id} of {load.name} {when}, but in {suspect.layer}"
         if is_lost:
@@ -164,9 +179,27 @@ class LoadJudge(Detector):
         elif suspect.content is Content.UNTOUCHED:
             property_id = "loads-reported-when-done" if load.is_async else "layer-loads-complete"
             how = "not all of it was in place"
-        elif suspect.content is Content.HANDED_ON:
-            property_id = "saves-fenced"
-            how = "it holds what was read from a block that had been handed on"
+        elif suspect.content is Content.PAINTED:
+            property_id, how = self._explain_paint(load, block_id, suspect)
+        elif self._is_of_another_rank(load, block_id, suspect.layer, rank):
+            property_id, how = "workers-agree", "it holds the KV heads of another worker"
         else:
             property_id, how = "loaded-kv-right", "it holds other KV than that of its tokens"
         self._watch.findings.add(property_id, f"{what} {how}.")
+
+    def _explain_paint(self, load: Load, block_id: int, suspect: _Suspect) -> tuple[str, str]:
+        """Whether it was copied before its KV was there, or when that was there no more."""
+        block_hash = load.hashes[load.block_ids.index(block_id)]
+        homes = self._truth.homes.get(block_hash or b"", set())
+        if suspect.painted <= homes:
+            return "saves-visible-when-whole", "it holds what was saved before it was computed"
+        return "saves-fenced", "it holds what was read from a block that had been handed on"
+
+    def _is_of_another_rank(self, load: Load, block_id: int, layer: str, rank: int) -> bool:
+        others = [other for other in range(len(self._pages.layers)) if other != rank]
+        return any(
+            self._pages.look(rank, layer, found, tokens, right) is Content.RIGHT
+            for other in others
+            for found, tokens, right in self._parts(load, other, layer)
+            if found == block_id
+        )

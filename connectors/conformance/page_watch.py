@@ -81,6 +81,12 @@ class PageWatch(Detector):
                 for block_id in np.flatnonzero(changed).tolist():
                     yield _Write(rank, name, block_id)
 
+    def _is_a_repetition(self, write: _Write) -> bool:
+        """Whether it wrote what was loaded there before: only the last bits were changed since."""
+        now = self._pages.layers[write.rank][write.layer][write.block_id]
+        changes = now ^ self._seen[write.rank][write.layer][write.block_id]
+        return bool(np.isin(changes, (0, 1)).all())
+
     def _judge(self, write: _Write, writer: str) -> None:
         ledger = self._ledger
         self._watch.evidence["writes"] += 1
@@ -92,7 +98,7 @@ class PageWatch(Detector):
                 "layer-loads-complete",
                 f"{writer} wrote to {where}: wait_for_layer_load had returned for that layer.",
             )
-        elif ledger.was_loaded(write.block_id):
+        elif ledger.was_loaded(write.block_id) and self._is_a_repetition(write):
             self._watch.findings.add(
                 "plan-reset",
                 f"{writer} wrote to {where}, again: its load was complete and had ended.",

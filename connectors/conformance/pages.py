@@ -7,7 +7,7 @@ a slot that nobody wrote shows, and so does one that was read after its block wa
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -19,6 +19,7 @@ from interlace.engine.block_pool import BlockPool, KVCacheBlock
 Bits = NDArray[np.int64]
 _PAINTED = 0x7FF8_1000_0000_0000
 _BLOCK_BITS = 12
+_LOW_BITS = np.int64((1 << 44) - 1)
 
 
 class Content(enum.Enum):
@@ -27,23 +28,25 @@ class Content(enum.Enum):
     RIGHT = enum.auto()
     UNTOUCHED = enum.auto()
     """The paint of when the block was handed out."""
-    HANDED_ON = enum.auto()
-    """Another block's paint, or an older one: whoever copied it read too late."""
+    PAINTED = enum.auto()
+    """The paint of another block, or of another time: it was copied from there."""
     WRONG = enum.auto()
 
 
 class Pages:
     """Pages of all workers, seen as int64. All layers are float64."""
 
-    def __init__(self, by_rank: Sequence[Mapping[str, torch.Tensor]]) -> None:
-        """Per rank: layer name -> pages, blocks first."""
+    def __init__(
+        self, by_rank: Sequence[Mapping[str, torch.Tensor]], numbers: Iterator[int]
+    ) -> None:
+        """`by_rank`: layer name -> pages, blocks first. `numbers` are used for paint, each once."""
         self.layers: list[dict[str, Bits]] = [
             {name: pages.numpy().view(np.int64) for name, pages in layers.items()}
             for layers in by_rank
         ]
         self.generation: dict[int, int] = {}
-        """Block id -> how many blocks had been handed out when it was, last."""
-        self._num_handed_out = 0
+        """Block id -> the number of its paint since it was handed out."""
+        self._numbers = numbers
 
     @property
     def attention_layers(self) -> list[str]:
@@ -63,8 +66,7 @@ class Pages:
         pool.get_new_blocks = painting  # type: ignore[method-assign]
 
     def _paint(self, block_id: int) -> None:
-        self._num_handed_out += 1
-        self.generation[block_id] = self._num_handed_out
+        self.generation[block_id] = next(self._numbers)
         for layers in self.layers:
             for bits in layers.values():
                 bits[block_id] = self._paint_of(block_id)
@@ -80,7 +82,13 @@ class Pages:
             return Content.RIGHT
         if (found == self._paint_of(block_id)).any():
             return Content.UNTOUCHED
-        return Content.HANDED_ON if _is_paint(found).any() else Content.WRONG
+        return Content.PAINTED if _is_paint(found).any() else Content.WRONG
+
+    def painted_generations(self, rank: int, layer: str, block_id: int, tokens: slice) -> set[int]:
+        """The numbers of all paint in these slots."""
+        found = self.layers[rank][layer][block_id][:, tokens]
+        painted = found[_is_paint(found)]
+        return set(((painted & _LOW_BITS) >> _BLOCK_BITS).tolist())
 
     def is_untouched(self, rank: int, layer: str, block_id: int, tokens: slice) -> bool:
         """Whether any number of these slots is as it was when the block was handed out."""
@@ -100,5 +108,5 @@ def _as_floats(bits: Bits) -> NDArray[np.float64]:
 
 
 def _is_paint(bits: Bits) -> NDArray[np.bool_]:
-    kind: NDArray[np.bool_] = (bits & ~np.int64((1 << 44) - 1)) == _PAINTED
+    kind: NDArray[np.bool_] = (bits & ~_LOW_BITS) == _PAINTED
     return kind

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable
+
 from interlace.connectors.conformance.hook_calls import HookCall
 from interlace.connectors.conformance.watch import Detector, Watch
 from interlace.engine.request import Request
@@ -15,6 +18,10 @@ class StoredTruth:
         self.good: set[bytes] = set()
         self.forgotten: set[bytes] = set()
         """Those that were good when the connector said that it has forgotten all."""
+        self.paint_numbers = itertools.count(1)
+        """Of all blocks that any engine hands out."""
+        self.homes: dict[bytes, set[int]] = {}
+        """Hash -> paint numbers of the blocks that such KV was to be computed in."""
 
     def forget(self) -> None:
         """The connector was reset."""
@@ -25,16 +32,30 @@ class StoredTruth:
 class Promises(Detector):
     """Holds match queries to the truth."""
 
-    def __init__(self, watch: Watch, truth: StoredTruth, block_size: int) -> None:
+    def __init__(
+        self,
+        watch: Watch,
+        truth: StoredTruth,
+        block_size: int,
+        generation_of: Callable[[int], int],
+    ) -> None:
+        """`generation_of`: block id -> the number of its paint."""
         self._watch = watch
+        self._generation_of = generation_of
         self._truth = truth
         self._block_size = block_size
         self._epochs: dict[int, list[tuple[Request, int, int]]] = {}
         """Step id -> (request, its epoch, tokens computed when the step has ended)."""
+        self.unanswered: set[str] = set()
+        """Requests about which the latest query was answered with "ask again"."""
 
     def planned(self, output: SchedulerOutput, requests: dict[str, Request]) -> None:
         """A step was planned: `requests` by id."""
         members = [requests[request_id] for request_id in output.num_scheduled_tokens]
+        for request in members:
+            for block, block_hash in zip(request.blocks, request.block_hashes, strict=False):
+                home = self._generation_of(block.block_id)
+                self._truth.homes.setdefault(block_hash, set()).add(home)
         self._epochs[output.step_id] = [
             (request, request.epoch, request.num_computed_tokens) for request in members
         ]
@@ -53,6 +74,9 @@ class Promises(Detector):
             return
         request, computed = call.args
         count = call.answer[0]
+        self.unanswered.discard(request.request_id)
+        if count is None and not request.is_finished:
+            self.unanswered.add(request.request_id)
         self._watch.evidence["queries"] += 1
         if not count:
             return

@@ -31,8 +31,8 @@ class _Watched:
         self._rank = rank
         self._watch = watch
 
-    @property
-    def __class__(self) -> type:  # type: ignore[misc]
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
         return type(self._real)
 
     def __getattr__(self, name: str) -> Any:
