@@ -88,23 +88,35 @@ class Decoder:
         positions: torch.Tensor,
         attend: Attend,
         rows: torch.Tensor | None = None,
+        states: Mapping[int, torch.Tensor] | None = None,
     ) -> torch.Tensor:
         """Hidden states [T, hidden], before the final norm, of int64 ids and positions [T].
 
         With `rows`, int64 [N] into T, only those of the result, [N, hidden]: the last layer then
         computes its own K and V for all tokens and the rest for these rows.
+
+        `states[i]` is filled with what `transformers` calls `hidden_states[i]`, of all T tokens,
+        [T, hidden]: 0 the embeddings, the number of layers the final, normed states. To get those,
+        the last layer computes all rows.
         """
         eps = self.architecture.rms_eps
+        kept = states or {}
+        last_rows = None if len(self._layers) in kept else rows
         x = functional.embedding(token_ids, self._embed)
         cos, sin = self._rotary.at(positions)
         for index, layer in enumerate(self._layers):
+            if index in kept:
+                kept[index].copy_(x)
             q, k, v = self._project(layer, rms_norm(x, layer.attn_norm, eps), cos, sin)
             attended = attend(index, q, k, v)
-            if rows is not None and index == len(self._layers) - 1:
-                x, attended = x[rows], attended[rows]
+            if last_rows is not None and index == len(self._layers) - 1:
+                x, attended = x[last_rows], attended[last_rows]
             x.add_(linear(attended, layer.o, layer.o_bias))
             x.add_(_feed_forward(layer, rms_norm(x, layer.mlp_norm, eps)))
-        return x
+        if len(self._layers) not in kept:
+            return x
+        kept[len(self._layers)].copy_(rms_norm(x, self._norm, eps))
+        return x if rows is None else x[rows]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Raw logits, float32 [N, vocab], of hidden states [N, hidden] from `forward`."""

@@ -27,6 +27,16 @@ class AttentionLayer:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class CacheOnlyAttentionLayer:
+    """The layer that keeps vectors and attends to nothing, as connectors know it."""
+
+    layer_name: str
+    """`cache_only_layers.0`."""
+    kv_cache: torch.Tensor
+    """Its pages: [num_blocks, block_size, vectors per token, vector size]."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class TritonAttentionMetadata:
     """Where the step's tokens lie (vLLM's fields of that name). T tokens of B requests."""
 
@@ -65,25 +75,57 @@ class TritonAttentionMetadata:
         )
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class CacheOnlyAttentionMetadata:
+    """The same of the cache-only layer; its own type tells that its pages hold no K and V."""
+
+    num_actual_tokens: int
+    """T."""
+    query_start_loc: torch.Tensor
+    """As in `TritonAttentionMetadata`, and so are the others."""
+    seq_lens: torch.Tensor
+    block_table: torch.Tensor
+    slot_mapping: torch.Tensor
+
+    @classmethod
+    def of(cls, step: TritonAttentionMetadata) -> CacheOnlyAttentionMetadata:
+        """Of the same step; tensors are shared."""
+        return cls(
+            num_actual_tokens=step.num_actual_tokens,
+            query_start_loc=step.query_start_loc,
+            seq_lens=step.seq_lens,
+            block_table=step.block_table,
+            slot_mapping=step.slot_mapping,
+        )
+
+
 class ForwardContext:
     """The first argument of `start_load_kv`."""
 
     def __init__(
         self,
-        layers: Mapping[str, AttentionLayer],
+        layers: Mapping[str, AttentionLayer | CacheOnlyAttentionLayer],
         make_metadata: Callable[[], TritonAttentionMetadata] | None,
     ) -> None:
         """`make_metadata` is None in a step without tokens."""
         self.no_compile_layers = layers
-        """Layer name -> layer, in order of depth."""
+        """Layer name -> layer, in order of depth; the cache-only layer, if there is one, last."""
         self._make_metadata = make_metadata
 
     @functools.cached_property
-    def attn_metadata(self) -> Mapping[str, TritonAttentionMetadata] | None:
+    def attn_metadata(
+        self,
+    ) -> Mapping[str, TritonAttentionMetadata | CacheOnlyAttentionMetadata] | None:
         """Layer name -> the step's metadata; None in a step without tokens.
 
         Made when somebody asks: most connectors do not in most steps.
         """
         if self._make_metadata is None:
             return None
-        return dict.fromkeys(self.no_compile_layers, self._make_metadata())
+        attention = self._make_metadata()
+        return {
+            name: attention
+            if isinstance(layer, AttentionLayer)
+            else CacheOnlyAttentionMetadata.of(attention)
+            for name, layer in self.no_compile_layers.items()
+        }

@@ -2,7 +2,8 @@
 
     handle_preemptions                      before any kernel of the step
     pre_forward:   bind, start_load_kv
-        per layer: wait_for_layer_load, KV write, attention, save_kv_layer
+        per layer: wait_for_layer_load, KV write, attention, save_kv_layer; the cache-only layer
+                   comes last, and attends to nothing
     post_forward:  wait_for_save
     collect:       get_finished, get_block_ids_with_load_errors, statistics, events, worker
                    metadata, clear
@@ -31,8 +32,14 @@ from interlace.engine.ports import WorkerConnector
 from interlace.engine.scheduler_output import SchedulerOutput
 from interlace.layers.attention_backend import TritonAttentionBackend
 from interlace.layers.decoder import Attend
-from interlace.layers.forward_context import AttentionLayer, ForwardContext, TritonAttentionMetadata
+from interlace.layers.forward_context import (
+    AttentionLayer,
+    CacheOnlyAttentionLayer,
+    ForwardContext,
+    TritonAttentionMetadata,
+)
 from interlace.layers.kv_copy import copy_kv_blocks
+from interlace.layers.kv_memory import CACHE_ONLY_LAYER
 from interlace.layers.kv_pages import KVPages
 
 logger = logging.getLogger(__name__)
@@ -55,7 +62,7 @@ class KVHooks:
         Raises: `ConnectorError`.
         """
         self._connector = connector
-        self._layers = {name: AttentionLayer(name, pages) for name, pages in layers.items()}
+        self._layers = {name: _layer(name, pages) for name, pages in layers.items()}
         self._context = ForwardContext(self._layers, None)  # of the step
         self._failed_blocks: frozenset[int] = frozenset()
         if cross_layers is None:
@@ -183,15 +190,36 @@ class KVHooks:
             layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
         ) -> torch.Tensor:
             name, pages, metadata = layers[layer]
-            if not output.loading_block_ids:
-                self._call(connector.wait_for_layer_load, name)
-            elif not self._failed_blocks:
-                self._load(output, connector.wait_for_layer_load, name)
+            self._wait_for_layer(output, name)
             attended = attend(layer, q, k, v)
             self._call(connector.save_kv_layer, name, pages, metadata)
             return attended
 
         return attend_and_transfer
+
+    def write_cache_only(self, output: SchedulerOutput, write: Callable[[], None]) -> None:
+        """`write` the cache-only layer, with the same hooks around it as around attention.
+
+        Raises: as what `maybe_transfer_kv_layer` returns.
+        """
+        connector = self._connector
+        if not connector.has_connector_metadata():
+            write()
+            return
+        by_layer = self._context.attn_metadata
+        assert by_layer is not None, "layers run in steps with tokens"
+        layer = self._layers[CACHE_ONLY_LAYER]
+        self._wait_for_layer(output, layer.layer_name)
+        write()
+        metadata = by_layer[layer.layer_name]
+        self._call(connector.save_kv_layer, layer.layer_name, layer.kv_cache, metadata)
+
+    def _wait_for_layer(self, output: SchedulerOutput, name: str) -> None:
+        wait = self._connector.wait_for_layer_load
+        if not output.loading_block_ids:
+            self._call(wait, name)
+        elif not self._failed_blocks:
+            self._load(output, wait, name)
 
     def shutdown(self) -> None:
         """Let the connector release what it holds. Never raises: what it raises is logged."""
@@ -199,6 +227,12 @@ class KVHooks:
             self._connector.shutdown()
         except Exception:
             logger.exception("%s failed", _name(self._connector.shutdown))
+
+
+def _layer(name: str, pages: torch.Tensor) -> AttentionLayer | CacheOnlyAttentionLayer:
+    if name == CACHE_ONLY_LAYER:
+        return CacheOnlyAttentionLayer(name, pages)
+    return AttentionLayer(name, pages)
 
 
 def _broken(hook: Callable[..., object], answer: object, rule: str) -> ConnectorError:

@@ -32,12 +32,15 @@ class ModelRunner:
         pages: Sequence[KVPages],
         eos_token_ids: Iterable[int],
         connectors: Sequence[WorkerConnector] = (),
+        hidden_state_layer_ids: Sequence[int] = (),
     ) -> None:
         """`pages`: of each worker, which has an equal share of the KV heads, by rank; they are
-        registered with its connector, if there are any. Raises: `ConnectorError`."""
+        registered with its connector, if there are any. If their cache-only layer is to keep hidden
+        states, `hidden_state_layer_ids` says which. Raises: `ConnectorError`."""
         self.decoder = decoder
         self.state = RunnerState()
         self._eos_token_ids = frozenset(eos_token_ids)
+        self._hidden_state_layer_ids = tuple(hidden_state_layer_ids)
         self._workers = Workers(pages, connectors)
 
     def get_handshake_metadata(self) -> dict[int, KVConnectorHandshakeMetadata]:
@@ -124,11 +127,27 @@ class ModelRunner:
         )
         positions = np.concatenate([np.arange(chunk.start, chunk.end) for chunk in chunks])
         attend = self._workers.pre_forward(output, chunks, self.decoder.architecture.num_heads)
+        kept, states = self._room_for_states(len(token_ids))
         hidden = self.decoder.forward(
-            torch.from_numpy(token_ids), torch.from_numpy(positions), attend, rows
+            torch.from_numpy(token_ids), torch.from_numpy(positions), attend, rows, states
         )
+        if kept is not None:
+            self._workers.write_cache_only(output, kept)
         self._workers.post_forward()
         return hidden
+
+    def _room_for_states(
+        self, num_tokens: int
+    ) -> tuple[torch.Tensor | None, dict[int, torch.Tensor]]:
+        """Where the chosen layers' states of a step go, [T, layers, hidden], and each layer's part;
+        nothing if none is chosen."""
+        ids = self._hidden_state_layer_ids
+        if not ids:
+            return None, {}
+        decoder = self.decoder
+        shape = (num_tokens, len(ids), decoder.architecture.hidden_size)
+        kept = torch.empty(shape, dtype=decoder.dtype, device=decoder.device)
+        return kept, dict(zip(ids, kept.unbind(1), strict=True))
 
     def _sample(self, logits: torch.Tensor, requests: Sequence[RunnerRequest]) -> ModelRunnerOutput:
         sampled = sample(logits, [self._row(request) for request in requests])

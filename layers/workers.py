@@ -39,6 +39,7 @@ class Workers:
         )
         self._aggregator = KVOutputAggregator(len(pages))
         self._attends: list[Attend] = []
+        self._slots = torch.empty(0, dtype=torch.int64)  # of the step's tokens
 
     @property
     def block_size(self) -> int:
@@ -87,6 +88,7 @@ class Workers:
         first = PagedAttention(self.pages[0], chunks, num_heads // size)
         paged = [first, *(first.on(pages) for pages in self.pages[1:])]
         self._attends = list(paged)
+        self._slots = first.slots
         make_metadata: Callable[[], TritonAttentionMetadata] = functools.partial(
             TritonAttentionMetadata.of, chunks, first.slots, self.block_size
         )
@@ -106,6 +108,18 @@ class Workers:
         shares = zip(*(heads.chunk(len(self.pages), 1) for heads in (q, k, v)), strict=True)
         attended = zip(self._attends, shares, strict=True)
         return torch.cat([attend(layer, *share) for attend, share in attended], dim=-1)
+
+    def write_cache_only(self, output: SchedulerOutput, values: torch.Tensor) -> None:
+        """Put the step's `values` [T, vectors, vector size] into each worker's cache-only layer.
+
+        With the layer hooks around it. After `pre_forward`. Raises: `ConnectorError`.
+        """
+        for rank, pages in enumerate(self.pages):
+            write = functools.partial(pages.write_cache_only, self._slots, values)
+            if self._hooks:
+                self._hooks[rank].write_cache_only(output, write)
+            else:
+                write()
 
     def post_forward(self) -> None:
         """See `KVHooks`."""

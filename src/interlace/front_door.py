@@ -283,7 +283,9 @@ def make_parts(
     shape = _page_shape(resolved, loaded)
     if not wants_connector:
         pages = [_make_pages(resolved, shape, loaded) for _ in range(config.tensor_parallel_size)]
-        runner = ModelRunner(loaded.decoder, pages, loaded.eos_token_ids)
+        runner = ModelRunner(
+            loaded.decoder, pages, loaded.eos_token_ids, (), config.hidden_state_layer_ids
+        )
         return Parts(resolved, model_config, runner, None)
     # Importing reads files: here and not on the event loop, where the engine will want it.
     importlib.import_module("interlace.engine.connector_metrics")
@@ -294,7 +296,9 @@ def make_parts(
         pages = [
             _make_pages(sides.config, shape, loaded, sides.layout, cross_layers) for _ in workers
         ]
-        runner = ModelRunner(loaded.decoder, pages, loaded.eos_token_ids, workers)
+        runner = ModelRunner(
+            loaded.decoder, pages, loaded.eos_token_ids, workers, config.hidden_state_layer_ids
+        )
         scheduler_side = sides.make_scheduler_side()
         undo.pop_all()
     return Parts(sides.config, model_config, runner, scheduler_side)
