@@ -123,12 +123,8 @@ def test_several_groups_only_if_all_children_know_them() -> None:
 
 
 def test_the_factory_makes_one() -> None:
-    factory = KVConnectorFactory()
-    if "MultiConnector" not in factory.known_names:
-        module = MultiConnector.__module__
-        factory.register_connector("MultiConnector", module, "MultiConnector")
     config = multi_config([scripted(Script()), scripted(Script())])
-    made = factory.create_connector(config, SCHEDULER, cache_config(config))
+    made = KVConnectorFactory().create_connector(config, SCHEDULER, cache_config(config))
     assert isinstance(made, MultiConnector)
     assert len(made.children) == 2
 
