@@ -31,7 +31,7 @@ from interlace.connectors.conformance.parts import Parts, open_parts
 from interlace.connectors.conformance.repeated_queries import RepeatedQueries
 from interlace.connectors.conformance.stored_truth import Promises, StoredTruth
 from interlace.connectors.conformance.subject import Subject
-from interlace.connectors.conformance.watch import Watch
+from interlace.connectors.conformance.watch import Detector, Watch
 from interlace.connectors.conformance.watched_lanes import WatchedLanes
 from interlace.engine.outputs import ModelRunnerOutput
 from interlace.engine.request import Request, RequestStatus
@@ -89,11 +89,12 @@ class Harness:
         shape: EngineShape | None = None,
         truth: StoredTruth | None = None,
         nonce: str = "",
+        salt: str = "",
         trace: Trace | None = None,
         token_property: str = "tokens-cold",
     ) -> None:
         """`truth`: what engines over the same store have stored before. `nonce` is part of each
-        request's id and salt. A wrong token violates `token_property`.
+        request's id, `salt` of its cache salt. A wrong token violates `token_property`.
 
         Raises: `Violation`, `ConfigError`.
         """
@@ -105,9 +106,12 @@ class Harness:
         self.requests: dict[str, Request] = {}
         self.outputs: dict[str, list[int]] = {}
         self.num_steps = 0
+        """That were applied."""
+        self.newest_output: SchedulerOutput | None = None
+        """Of the newest step that was planned."""
         self._nonce = nonce
+        self._salt = salt
         self._token_property = token_property
-        self._unsure: set[str] = set()
         self._inflight: collections.deque[SchedulerOutput] = collections.deque()
         self._executed: collections.deque[ModelRunnerOutput] = collections.deque()
         """Results of the oldest steps in flight."""
@@ -132,7 +136,7 @@ class Harness:
     def _early_checks(self) -> None:
         """What is called before there are pages."""
         self.answers = LawfulAnswers(self.watch)
-        self.watch.detectors = [self.answers]
+        self.watch.set_detectors([self.answers])
 
     def _make_detectors(self) -> None:
         watch, pages = self.watch, self.pages
@@ -155,7 +159,7 @@ class Harness:
             watch, pages, self.ledger, self.oracle, self.truth, synthetic=synthetic
         )
         self.promises = Promises(watch, self.truth, self.block_size, generation_of)
-        watch.detectors = [
+        detectors: list[Detector] = [
             self.answers,
             self.order,
             self._mutation,
@@ -163,12 +167,13 @@ class Harness:
             PageWatch(watch, pages, self.ledger),
             HoldUps(watch, self.lanes, pages, self.ledger),
             RepeatedQueries(watch, self.parts.scheduler_side, self.shape.query_repeats),
-            self.judge,
             self.ledger,
+            self.judge,
             self.promises,
         ]
         if synthetic:
-            watch.detectors.remove(self.promises)
+            detectors.remove(self.promises)
+        watch.set_detectors(detectors)
 
     # ---------------------------------------------------------------- requests
 
@@ -183,24 +188,34 @@ class Harness:
         kv_transfer_params: dict[str, Any] | None = None,
     ) -> Request:
         """Queue a request; `name` is its id in messages."""
-        number = len(self.requests)
-        request_id = f"{name}{self._nonce}"
-        request = Request(
-            request_id,
-            prompt,
-            SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True),
-            seed=0,
-            arrival=number,
-            block_size=self.block_size,
-            priority=priority,
-            cache_salt=f"{salt}{self._nonce}",
-            kv_transfer_params=kv_transfer_params,
-        )
+        request = self._request(name, prompt, max_tokens, salt, priority, kv_transfer_params)
+        request_id = request.request_id
         self.requests[request_id] = request
         self.outputs[request_id] = []
         self.scheduler.add_request(request)
         self.watch.trace.note(f"engine    {name} comes, {len(prompt)} tokens")
         return request
+
+    def _request(
+        self,
+        name: str,
+        prompt: Sequence[int],
+        max_tokens: int,
+        salt: str,
+        priority: int = 0,
+        kv_transfer_params: dict[str, Any] | None = None,
+    ) -> Request:
+        return Request(
+            f"{name}{self._nonce}",
+            prompt,
+            SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True),
+            seed=0,
+            arrival=len(self.requests),
+            block_size=self.block_size,
+            priority=priority,
+            cache_salt=f"{salt}{self._salt}",
+            kv_transfer_params=kv_transfer_params,
+        )
 
     def abort(self, request: Request) -> None:
         """End a request in whatever state it is. Raises: `Violation`."""
@@ -210,6 +225,11 @@ class Harness:
         self._guarded(
             lambda: self.scheduler.finish_request(request, RequestStatus.FINISHED_ABORTED)
         )
+
+    def ask(self, request: Request) -> None:
+        """Ask the connector about a request without blocks, as the engine may at any time."""
+        side = self.parts.stand_in
+        self._guarded(lambda: side.get_num_new_matched_tokens(request, 0))
 
     def tokens_of(self, request: Request) -> list[int]:
         """What was generated so far."""
@@ -232,6 +252,7 @@ class Harness:
             self._unexpected_end(update.request)
         if output is not None:
             self._inflight.append(output)
+            self.newest_output = output
             self.promises.planned(output, self.requests)
         return output
 
@@ -263,26 +284,25 @@ class Harness:
         self.watch.findings.raise_first()
 
     def _take(self, request: Request, tokens: Sequence[int]) -> None:
-        """Note new tokens, and compare them with the right ones."""
-        for token_id in tokens:
-            so_far = self.outputs[request.request_id]
-            if not (self.subject.cls.kv_is_synthetic or request.request_id in self._unsure):
-                self._check_token(request, so_far, token_id)
-            so_far.append(token_id)
+        """Note new tokens. When all are there, compare them with the right ones."""
+        self.outputs[request.request_id] += tokens
+        if request.is_finished and not self.subject.cls.kv_is_synthetic:
+            self._check_tokens(request)
 
-    def _check_token(self, request: Request, so_far: list[int], token_id: int) -> None:
-        right = self.oracle.next([*request.prompt_token_ids, *so_far])
-        self.watch.evidence["tokens"] += 1
-        if token_id == right.token_id:
-            return
-        if right.margin < MIN_MARGIN:
-            self._unsure.add(request.request_id)
-            return
-        self.watch.findings.add(
-            self._token_property,
-            f"token {len(so_far)} of {request.request_id} is {token_id}, but {right.token_id} is"
-            " right.",
-        )
+    def _check_tokens(self, request: Request) -> None:
+        found = self.outputs[request.request_id]
+        right = self.oracle.after_each(request.prompt_token_ids, found)
+        self.watch.evidence["tokens"] += len(found)
+        for place, (token_id, best) in enumerate(zip(found, right, strict=True)):
+            if token_id == best.token_id:
+                continue
+            if best.margin > MIN_MARGIN:
+                self.watch.findings.add(
+                    self._token_property,
+                    f"token {place} of {request.request_id} is {token_id}, but {best.token_id} is"
+                    " right.",
+                )
+            return  # what follows a tie may be anything
 
     def _guarded(self, call: Any) -> Any:
         """What `call` returns. Raises: `Violation`, also for what the engine raises itself."""
@@ -311,7 +331,8 @@ class Harness:
         self._plan_ahead(self.shape.depth if self.num_steps % 2 else 1)
         if not self._inflight:
             return False
-        self.execute()
+        if not self._executed:
+            self.execute()
         self._plan_ahead(self.shape.depth)
         self.apply()
         return True
@@ -342,7 +363,11 @@ class Harness:
     @property
     def has_own_threads(self) -> bool:
         """Whether the connector runs threads, so that time has to pass."""
-        return any(thread not in self._threads_before for thread in threading.enumerate())
+        return any(map(self.is_of_connector, threading.enumerate()))
+
+    def is_of_connector(self, thread: threading.Thread) -> bool:
+        """Whether the thread began after this harness did."""
+        return thread not in self._threads_before
 
     def _is_stalled(self, since_step: int, since_s: float) -> bool:
         if not self.has_own_threads:
@@ -392,6 +417,23 @@ class Harness:
         raise AssertionError("a finding was added")
 
     # ---------------------------------------------------------------- the end
+
+    def damage(self, kind: str, prompt: Sequence[int], index: int, *, salt: str = "") -> bool:
+        """Let the connector lose block `index` of a stored prompt, on each worker.
+
+        False: it has no such block. Raises: `Violation`.
+        """
+        probe = self._request("damage", prompt, 1, salt)
+        block_hash = probe.block_hashes[index]
+        lost: set[bytes] = set()
+        for side in self.parts.worker_sides:
+            lost |= set(self._guarded(lambda side=side: side.inject_store_fault(kind, block_hash)))
+        self.judge.lost_hashes |= lost
+        self.answers.loads_may_raise |= bool(lost)
+        self.watch.trace.note(
+            f"engine    damages block {index} in the store: {kind}, {len(lost)} blocks are lost"
+        )
+        return bool(lost)
 
     def reset_prefix_cache(self, *, reset_connector: bool = False) -> bool:
         """Let the engine forget its cached blocks; nothing may be under way."""

@@ -19,15 +19,21 @@ TOLERANCE = 1e-9
 """Of float64 KV that was computed in batches of another shape."""
 
 KV = NDArray[np.float64]
-_MAX_KEPT = 4000
+_MAX_KEPT = 2000
 
 
-class Next(NamedTuple):
-    """What comes after a sequence."""
+class Best(NamedTuple):
+    """The greedy token at one position."""
 
     token_id: int
     margin: float
     """How far its logit leads."""
+
+
+class _Answers(NamedTuple):
+    kv: tuple[KV, ...]
+    best: tuple[Best, ...]
+    """After each token."""
 
 
 class Oracle:
@@ -35,26 +41,28 @@ class Oracle:
 
     def __init__(self, model: LoadedModel) -> None:
         self._model = model
-        self._kv: collections.OrderedDict[tuple[int, ...], tuple[KV, ...]]
-        self._kv = collections.OrderedDict()
-        self._next: collections.OrderedDict[tuple[int, ...], Next] = collections.OrderedDict()
+        self._kept: collections.OrderedDict[tuple[int, ...], _Answers] = collections.OrderedDict()
 
     def kv(self, token_ids: Sequence[int]) -> tuple[KV, ...]:
         """Per layer [tokens, 2, kv heads, head dim]: K and V of each token."""
-        key = tuple(token_ids)
-        if key not in self._kv:
-            self._compute(key)
-        return self._kv[key]
+        return self._of(tuple(token_ids)).kv
 
-    def next(self, token_ids: Sequence[int]) -> Next:
-        """The greedy token after these."""
-        key = tuple(token_ids)
-        if key not in self._next:
-            self._compute(key)
-        return self._next[key]
+    def after_each(self, prompt: Sequence[int], answer: Sequence[int]) -> list[Best]:
+        """What should have come at each position of `answer`, given all that came before it."""
+        if not answer:
+            return []
+        best = self._of((*prompt, *answer[:-1])).best
+        return list(best[len(prompt) - 1 :])
+
+    def _of(self, key: tuple[int, ...]) -> _Answers:
+        if key not in self._kept:
+            self._kept[key] = self._compute(key)
+            if len(self._kept) > _MAX_KEPT:
+                self._kept.popitem(last=False)
+        return self._kept[key]
 
     @torch.inference_mode()
-    def _compute(self, key: tuple[int, ...]) -> None:
+    def _compute(self, key: tuple[int, ...]) -> _Answers:
         layers: list[KV] = []
 
         def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -63,12 +71,14 @@ class Oracle:
 
         ids = torch.tensor(key)
         hidden = self._model.decoder.forward(ids, torch.arange(len(key)), attend)
-        best = self._model.decoder.logits(hidden[-1:])[0].topk(2)
-        self._kv[key] = tuple(layers)
-        self._next[key] = Next(int(best.indices[0]), float(best.values[0] - best.values[1]))
-        for kept in (self._kv, self._next):
-            if len(kept) > _MAX_KEPT:
-                kept.popitem(last=False)
+        values, indices = self._model.decoder.logits(hidden).topk(2)
+        best = [
+            Best(first, margin)
+            for (first, _), margin in zip(
+                indices.tolist(), (values[:, 0] - values[:, 1]).tolist(), strict=True
+            )
+        ]
+        return _Answers(tuple(layers), tuple(best))
 
 
 def _causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

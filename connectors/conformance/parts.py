@@ -29,6 +29,8 @@ class Parts(NamedTuple):
 
     scheduler: Scheduler
     runner: ModelRunner
+    stand_in: KVConnectorBase_V1
+    """For the scheduler side: calls of it are watched."""
     scheduler_side: KVConnectorBase_V1
     worker_sides: list[KVConnectorBase_V1]
     """By rank."""
@@ -74,9 +76,11 @@ def open_parts(
     except BaseException:
         made.close()
         raise
+    assert made.connector is not None
     return Parts(
         scheduler,
         made.runner,
+        made.connector,
         factory.made_in(KVConnectorRole.SCHEDULER)[0],
         factory.made_in(KVConnectorRole.WORKER),
         [pages.by_name() for pages in made.runner._workers.pages],

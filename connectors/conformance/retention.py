@@ -7,7 +7,7 @@ import gc
 import logging
 import threading
 import types
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from interlace.engine.request import Request
@@ -15,6 +15,8 @@ from interlace.engine.request import Request
 MAX_OBJECTS = 200_000
 _LONGEST = 10_000
 _LEAVES = (
+    str,
+    bytes,
     int,
     float,
     complex,
@@ -30,25 +32,31 @@ _LEAVES = (
 
 
 def find_remembered(
-    roots: Mapping[str, object], marks: Iterable[str], exempt: Iterable[object]
+    roots: Mapping[str, object],
+    marks: Collection[str | bytes],
+    *,
+    exempt: Iterable[object] = (),
+    exempt_types: tuple[type, ...] = (),
 ) -> str | None:
     """The way to the first thing that remembers a request, None if nothing does.
 
     `roots`: name -> where to begin. That is a `Request`, or a text that contains one of `marks`:
-    request ids, so unguessable that nothing else has them. `exempt` is not entered. Looks at
-    `MAX_OBJECTS` objects at most, nearest first.
+    request ids, so unguessable that nothing else has them; or a mark of bytes, such as a hash.
+    Objects that are `exempt`, or of exempt types, are not entered. Looks at `MAX_OBJECTS` objects
+    at most, nearest first.
     """
-    needles = tuple(marks)
+    texts = tuple(mark for mark in marks if isinstance(mark, str))
+    hashes = frozenset(mark for mark in marks if isinstance(mark, bytes))
     seen = {id(one) for one in exempt}
     queue: collections.deque[tuple[str, object]] = collections.deque(roots.items())
     kept: list[object] = []  # alive, so that no id is used twice
     while queue and len(kept) < MAX_OBJECTS:
         path, one = queue.popleft()
-        if id(one) in seen:
+        if id(one) in seen or isinstance(one, exempt_types):
             continue
         seen.add(id(one))
         kept.append(one)
-        if _is_request(one, needles):
+        if _is_request(one, texts) or (isinstance(one, bytes) and one in hashes):
             return f"{path} is {_describe(one)}"
         queue.extend(_children(path, one))
     return None
@@ -61,12 +69,14 @@ def _is_request(one: object, needles: tuple[str, ...]) -> bool:
 
 
 def _describe(one: object) -> str:
+    if isinstance(one, bytes):
+        return "the hash of a block"
     return repr(one) if isinstance(one, str) else f"the request {getattr(one, 'request_id', '')}"
 
 
 def _children(path: str, one: object) -> list[tuple[str, object]]:
     """(way, object) of what `one` holds."""
-    if isinstance(one, str | bytes | _LEAVES) or one is None:
+    if one is None or isinstance(one, _LEAVES):
         return []
     if isinstance(one, dict):
         keys = [(f"a key of {path}", key) for key in one]

@@ -7,7 +7,7 @@ would take an exception for the connector's own.
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from interlace.connectors.conformance.findings import Findings, Trace
@@ -32,21 +32,35 @@ class Detector:
         """Work on a lane has ended."""
 
 
+_MOMENTS = ("before", "after", "before_work", "after_work")
+
+
+def _listens(detector: Detector, moment: str) -> bool:
+    return getattr(type(detector), moment) is not getattr(Detector, moment)
+
+
 class Watch:
     """What goes on between one engine and its connector. One thread."""
 
     def __init__(self, trace: Trace) -> None:
         self.trace = trace
         self.findings = Findings(trace)
-        self.detectors: list[Detector] = []
-        """Asked in this order."""
+        self.detectors: tuple[Detector, ...] = ()
         self.calls: list[HookCall] = []
         """Those that go on, the innermost last."""
         self.step: SchedulerOutput | None = None
         """The newest step that the workers were given."""
         self.step_is_running = False
+        self._told: dict[str, tuple[Detector, ...]] = dict.fromkeys(_MOMENTS, ())
         self.evidence: collections.Counter[str] = collections.Counter()
         """What was seen, so that nothing passes that was not looked at."""
+
+    def set_detectors(self, detectors: Sequence[Detector]) -> None:
+        """They are told in this order, each what it asks for."""
+        self.detectors = tuple(detectors)
+        self._told = {
+            moment: tuple(one for one in detectors if _listens(one, moment)) for moment in _MOMENTS
+        }
 
     @property
     def step_id(self) -> int:
@@ -64,7 +78,8 @@ class Watch:
     ) -> Any:
         """Call a hook. Raises: what it raises."""
         call = HookCall(role, rank, connector, hook.__name__, args, kwargs)
-        self._tell(lambda detector: detector.before(call))
+        for detector in self._listeners("before"):
+            detector.before(call)
         self.calls.append(call)
         try:
             call.answer = hook(*args, **kwargs)
@@ -74,7 +89,8 @@ class Watch:
         finally:
             self.calls.pop()
             self._note_end(call)
-            self._tell(lambda detector: detector.after(call))
+            for detector in self._listeners("after"):
+                detector.after(call)
         return call.answer
 
     def _note_end(self, call: HookCall) -> None:
@@ -91,24 +107,26 @@ class Watch:
                 call.has_line = True
                 self.trace.note(f"{call.describe()} ...")
 
-    def _tell(self, say: Callable[[Detector], None]) -> None:
-        """What comes after the first finding may follow from it."""
-        for detector in self.detectors:
+    def _listeners(self, moment: str) -> Iterator[Detector]:
+        """What comes after the first finding may follow from it: nobody is told any more."""
+        for detector in self._told[moment]:
             if self.findings:
                 return
-            say(detector)
+            yield detector
 
     def begin_work(self, label: str) -> None:
         """A lane lets work run."""
         self._note_calls_that_go_on()
         self.trace.note(f"lane      {label}")
-        self._tell(lambda detector: detector.before_work(label))
+        for detector in self._listeners("before_work"):
+            detector.before_work(label)
 
     def end_work(self, label: str, error: BaseException | None) -> None:
         """It has ended."""
         if error is not None:
             self.trace.note(f"lane      {label} raised {type(error).__name__}: {error}")
-        self._tell(lambda detector: detector.after_work(label))
+        for detector in self._listeners("after_work"):
+            detector.after_work(label)
 
     def hook_that_runs(self) -> str | None:
         """`Class.hook` of the innermost call that goes on. Any thread."""

@@ -14,8 +14,8 @@ class WatchedLanes(VirtualLanes):
             seed, policy, on_before_work=watch.begin_work, on_after_work=self._end_work
         )
         self._watch = watch
-        self.num_lanes = 0
-        """That were ever asked for."""
+        self.names: set[str] = set()
+        """Of all lanes that were ever asked for."""
         self.num_waits = 0
         """Waits that go on."""
         self.num_done = 0
@@ -27,7 +27,7 @@ class WatchedLanes(VirtualLanes):
 
     def lane(self, name: str, *, max_pending: int = 1024) -> VirtualLane:
         """See the base class."""
-        self.num_lanes += 1
+        self.names.add(name)
         return super().lane(name, max_pending=max_pending)
 
     def run_until_ended(self, asked: VirtualGate | VirtualLane, *, may_give_up: bool) -> bool:

@@ -1,0 +1,121 @@
+"""`check_connector`: the whole suite in one call, for `interlace check` and for tests."""
+
+from __future__ import annotations
+
+import collections
+import secrets
+import tempfile
+import time
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+from interlace.connectors.base import CheckSetup, KVConnectorBase_V1
+from interlace.connectors.conformance.checking import Checker
+from interlace.connectors.conformance.oracle import Oracle
+from interlace.connectors.conformance.properties import BY_ID
+from interlace.connectors.conformance.report import CheckReport
+from interlace.connectors.conformance.stage import Bench
+from interlace.connectors.conformance.stored_truth import StoredTruth
+from interlace.connectors.conformance.subject import Subject, connector_class
+from interlace.connectors.conformance.tiny_model import tiny_model
+from interlace.engine.config import KVRole
+from interlace.engine.errors import ConfigError
+
+DEADLINE_S = 20.0
+"""For each run of a scenario; the usual one takes a fraction of a second."""
+
+
+def check_connector(
+    connector: str | type[KVConnectorBase_V1],
+    extra_config: Mapping[str, Any] | None = None,
+    *,
+    engine_options: Mapping[str, Any] | None = None,
+    workers: int = 1,
+    seed: int = 0,
+    role: KVRole = "kv_both",
+    only: Collection[str] = (),
+    deadline_s: float = DEADLINE_S,
+    progress: Callable[[str], None] | None = None,
+) -> CheckReport:
+    """Run a connector through engines with tiny random models, and judge each property.
+
+    `connector` is a registered name, "module:Class", or a class. `extra_config` is its
+    `kv_connector_extra_config`; without it, the class's `check_setup` says how to run it.
+    `engine_options` are keywords of `EngineConfig` that it cannot do without. `only`: ids of
+    properties. `progress` is told the property of each run before that begins.
+
+    Blocks for seconds; runs threads of its own, one at a time, and leaves one behind only if a
+    hook never returns. Raises: `ConfigError` if there is no such connector or property, or it
+    refuses its configuration.
+    """
+    cls = connector_class(connector)
+    unknown = [one for one in only if one not in BY_ID]
+    if unknown:
+        raise ConfigError(
+            f"there is no property {unknown[0]!r}; the properties are {', '.join(BY_ID)}."
+        )
+    began_s = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="interlace-check-") as scratch:
+        setup = _setup(cls, Path(scratch), extra_config, engine_options)
+        subject = Subject(
+            cls=cls,
+            extra_config=setup.extra_config,
+            engine_options=setup.engine_options,
+            role=role,
+            workers=workers,
+            seed=seed,
+        )
+        bench = _bench(subject, scratch)
+        checker = Checker(
+            bench, deadline_s=deadline_s, advance=progress or (lambda property_id: None)
+        )
+        results = checker.run(only)
+    took_s = time.monotonic() - began_s
+    return CheckReport(cls.__name__, seed, workers, tuple(results), _notes(bench), took_s)
+
+
+def _setup(
+    cls: type[KVConnectorBase_V1],
+    scratch: Path,
+    extra_config: Mapping[str, Any] | None,
+    engine_options: Mapping[str, Any] | None,
+) -> CheckSetup:
+    """What was given wins over what the class says. Raises: `ConfigError`."""
+    if extra_config is not None and engine_options is not None:
+        return CheckSetup(dict(extra_config), dict(engine_options))
+    try:
+        own = cls.check_setup(scratch)
+    except Exception as error:
+        raise ConfigError(
+            f"{cls.__name__}.check_setup raised {type(error).__name__}: {error}"
+        ) from error
+    extra = own.extra_config if extra_config is None else dict(extra_config)
+    options = own.engine_options if engine_options is None else dict(engine_options)
+    return CheckSetup(extra, options)
+
+
+def _bench(subject: Subject, scratch: str) -> Bench:
+    model = tiny_model(subject.seed, num_kv_heads=max(2, subject.workers))
+    nonce, salt = f"~{secrets.token_hex(8)}", f"~{secrets.token_hex(8)}"
+    return Bench(
+        subject=subject,
+        model=model,
+        oracle=Oracle(model),
+        truth=StoredTruth(),
+        nonce=nonce,
+        salt=salt,
+        secrets=(nonce, salt, scratch),
+        evidence=collections.Counter(),
+    )
+
+
+def _notes(bench: Bench) -> tuple[str, ...]:
+    notes = []
+    if not bench.evidence["loaded tokens"]:
+        notes.append("it never loaded: what can be seen of hits alone was not judged")
+    if not bench.lane_names:
+        notes.append("it uses no lanes: its transfers were seen in one order only")
+    if bench.subject.cls.kv_is_synthetic:
+        notes.append("its KV is synthetic: protocol, leaks and isolation were judged, not tokens")
+    return tuple(notes)

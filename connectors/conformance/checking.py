@@ -1,0 +1,151 @@
+"""Plays all scenarios with one connector, and turns what they find into verdicts."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Callable, Collection, Iterator
+
+from interlace.connectors.conformance.deadline import Overrun, call_within
+from interlace.connectors.conformance.findings import NotJudged, Violation
+from interlace.connectors.conformance.properties import PROPERTIES, Property
+from interlace.connectors.conformance.report import Result
+from interlace.connectors.conformance.scenarios import SCENARIOS
+from interlace.connectors.conformance.stage import Bench, Scenario, Stage, Variant
+
+_WATCHED = {
+    "hooks-do-not-raise": ("steps", "no step was run"),
+    "answers-lawful": ("steps", "no step was run"),
+    "calls-in-order": ("steps", "no step was run"),
+    "output-not-mutated": ("outputs", "no step was planned"),
+    "metadata-cleared": ("cleared", "no step was run"),
+    "loaded-kv-right": ("compared blocks", "it never loaded"),
+    "layer-loads-complete": ("sync loads", "it never loaded within a step"),
+    "loads-reported-when-done": ("async loads", "it never loaded asynchronously"),
+    "loads-do-not-hold-up-steps": ("async loads", "it never loaded asynchronously"),
+    "loads-write-only-their-blocks": ("steps", "no step was run"),
+    "reported-once": ("reports", "it never reported anything"),
+    "reports-known-ids": ("reports", "it never reported anything"),
+    "promises-kept": ("promises", "it never loaded asynchronously, nor held a request"),
+    "idle-at-the-end": ("idle", "no scenario came to its end"),
+    "shutdown-releases": ("released", "no scenario came to its end"),
+    "bounded-time": ("steps", "no step was run"),
+    "workers-agree": ("several workers", "there is one worker"),
+}
+"""Properties that are watched in every scenario: which evidence it takes to judge one, and what to
+say without any."""
+
+
+@dataclasses.dataclass(slots=True)
+class _Verdicts:
+    """What the runs so far have shown of each property."""
+
+    violations: dict[str, tuple[Violation, str]] = dataclasses.field(default_factory=dict)
+    """Property -> its first violation, and where that was."""
+    num_good: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+    """Scenario's property -> runs that came to their end."""
+    reasons: dict[str, str] = dataclasses.field(default_factory=dict)
+    """Scenario's property -> why a run of it could not judge."""
+    cut_short: dict[str, str] = dataclasses.field(default_factory=dict)
+    """Scenario's property -> what ended a run of it."""
+    hung: str = ""
+    """The hook that did not return: nothing can be run after that."""
+
+
+class Checker:
+    """One check. `deadline_s` is for each run of a scenario."""
+
+    def __init__(self, bench: Bench, *, deadline_s: float, advance: Callable[[str], None]) -> None:
+        """`advance` is told of each run before it begins."""
+        self._bench = bench
+        self._deadline_s = deadline_s
+        self._advance = advance
+        self._verdicts = _Verdicts()
+
+    def run(self, only: Collection[str] = ()) -> list[Result]:
+        """Play what is needed for the properties `only`, or for all. Raises: `ConfigError`."""
+        wanted = [one for one in PROPERTIES if not only or one.id in only]
+        for scenario in scenarios_for(only):
+            for variant in self._variants():
+                if not self._verdicts.hung:
+                    self._play(scenario, variant)
+        evidence = self._bench.evidence
+        evidence["promises"] = evidence["held"] + evidence["async loads"]
+        if self._bench.subject.workers > 1:
+            evidence["several workers"] = evidence["loaded tokens"]
+        return [self._result(one) for one in wanted]
+
+    def _variants(self) -> Iterator[Variant]:
+        """Each depth; where lanes are used, each with two policies."""
+        seed = self._bench.subject.seed
+        yield Variant(1, "eager")
+        if not self._bench.lane_names:
+            yield Variant(2, "eager")
+            return
+        yield Variant(2, "lazy")
+        yield Variant(1, "lazy")
+        yield Variant(2, "seed", seed)
+
+    def _play(self, scenario: Scenario, variant: Variant) -> None:
+        stage = Stage(self._bench, scenario, variant)
+        self._advance(scenario.property_id)
+        where = f"{scenario.property_id} at {variant}"
+        try:
+            call_within(lambda: scenario.play(stage), self._deadline_s)
+            self._verdicts.num_good[scenario.property_id] += 1
+        except NotJudged as reason:
+            self._verdicts.reasons.setdefault(scenario.property_id, str(reason))
+        except Violation as violation:
+            self._violated(scenario, violation, where)
+        except Overrun:
+            self._overran(scenario, stage, where)
+
+    def _violated(self, scenario: Scenario, violation: Violation, where: str) -> None:
+        violations = self._verdicts.violations
+        if violation.property_id in scenario.adopts and violation.property_id not in violations:
+            violation = violation.of(scenario.property_id)
+        violations.setdefault(violation.property_id, (violation, where))
+        if violation.property_id != scenario.property_id:
+            self._verdicts.cut_short.setdefault(scenario.property_id, violation.property_id)
+
+    def _overran(self, scenario: Scenario, stage: Stage, where: str) -> None:
+        watch = None if stage.harness is None else stage.harness.watch
+        hook = "" if watch is None else watch.hook_that_runs() or ""
+        message = (
+            f"{hook} did not return within {self._deadline_s:g} s."
+            if hook
+            else f"the scenario did not end within {self._deadline_s:g} s."
+        )
+        trace = () if watch is None else watch.trace.newest()
+        self._violated(scenario, Violation("bounded-time", message, trace), where)
+        self._verdicts.hung = hook or "a scenario"
+
+    # ---------------------------------------------------------------- verdicts
+
+    def _result(self, one: Property) -> Result:
+        found = self._verdicts.violations.get(one.id)
+        if found is not None:
+            violation, where = found
+            return Result(one, "FAILED", violation.message, where, violation.trace)
+        reason = self._why_not_judged(one.id)
+        return Result(one, "ok") if reason is None else Result(one, "skipped", reason)
+
+    def _why_not_judged(self, property_id: str) -> str | None:
+        verdicts = self._verdicts
+        if property_id in _WATCHED:
+            evidence, why = _WATCHED[property_id]
+            return None if self._bench.evidence[evidence] else why
+        if property_id in verdicts.cut_short:
+            return f"a run of it ended early: {verdicts.cut_short[property_id]}"
+        if verdicts.hung and not verdicts.num_good[property_id]:
+            return f"{verdicts.hung} did not return"
+        if verdicts.num_good[property_id]:
+            return None
+        return verdicts.reasons.get(property_id, "no run of it came to its end")
+
+
+def scenarios_for(only: Collection[str]) -> list[Scenario]:
+    """Those that can judge the properties `only`; all for watched ones, and if `only` is empty."""
+    if not only or any(one in _WATCHED for one in only):
+        return list(SCENARIOS)
+    return [one for one in SCENARIOS if one.property_id in only]

@@ -1,0 +1,66 @@
+"""What is lost in the store is reported, exactly that, and does no harm."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from interlace.connectors.conformance.findings import NotJudged
+from interlace.connectors.conformance.stage import Scenario, Stage
+
+_BLOCKS = 4
+
+
+def _exact(stage: Stage) -> None:
+    """Each kind of damage, to each block of a prompt and to two of them, under both policies."""
+    kinds = stage.subject.cls.store_fault_kinds
+    if not kinds:
+        raise NotJudged("it declares no store_fault_kinds")
+    places = [(0,), (1,), (_BLOCKS - 1,), (1, 2)]
+    num_met = 0
+    for number, kind in enumerate(kinds):
+        for policy in ("recompute", "fail"):
+            for damaged in places:
+                when_planned = (number + len(damaged)) % 2 == 0
+                num_met += _fail(stage, kind, policy, damaged, when_planned=when_planned)
+    if not num_met:
+        raise NotJudged("no load ever met the damage")
+
+
+def _fail(
+    stage: Stage,
+    kind: str,
+    policy: Literal["fail", "recompute"],
+    damaged: tuple[int, ...],
+    *,
+    when_planned: bool,
+) -> int:
+    """Two requests share what is damaged, one does not. Returns how many lost blocks were told.
+
+    `when_planned`: the damage comes between the promise and the load.
+    """
+    with stage.engine(failure_policy=policy) as engine:
+        prompt, other = stage.prompt(_BLOCKS, 1), stage.prompt(2, 1)
+        for stored in (prompt, other):
+            stage.store(engine, stored)
+        name = f"{kind}-{policy}-{''.join(map(str, damaged))}"
+
+        def damage() -> None:
+            for place in damaged:
+                engine.damage(kind, prompt, place)
+
+        if not when_planned:
+            damage()
+        engine.add(f"loads-{name}", prompt + stage.prompt(1), max_tokens=3)
+        engine.add(f"shares-{name}", prompt + stage.prompt(0, 1), max_tokens=3)
+        engine.add(f"other-{name}", other, max_tokens=3)
+        if when_planned:
+            engine.plan()
+            damage()
+        engine.run()
+        stage.forget_local(engine)
+        engine.add(f"again-{name}", prompt, max_tokens=2)
+        engine.run()
+        return engine.watch.evidence["lost blocks reported"]
+
+
+SCENARIOS = (Scenario("failures-exact", _exact, frozenset(("loaded-kv-right",))),)

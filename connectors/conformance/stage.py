@@ -1,0 +1,172 @@
+"""What a scenario plays on: engines over one connector, and prompts that nobody has seen before."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from interlace.connectors.conformance.findings import NotJudged, Trace, Violation
+from interlace.connectors.conformance.harness import EngineShape, Harness
+from interlace.connectors.conformance.idle import check_idle, check_released
+from interlace.connectors.conformance.oracle import Oracle
+from interlace.connectors.conformance.stored_truth import StoredTruth
+from interlace.connectors.conformance.subject import Subject
+from interlace.connectors.conformance.tiny_model import VOCAB_SIZE
+from interlace.engine.request import Request, RequestStatus
+from interlace.layers.checkpoint import LoadedModel
+from interlace.layers.virtual_lanes import Policy
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """One way to play a scenario."""
+
+    depth: int
+    lane_policy: Policy = "eager"
+    lane_seed: int = 0
+
+    def __str__(self) -> str:
+        policy = self.lane_policy
+        lanes = policy if isinstance(policy, str) else " before ".join(policy)
+        return f"depth {self.depth}, lanes {lanes}{self.lane_seed if lanes == 'seed' else ''}"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Scenario:
+    """A play that shows whether a connector has a property."""
+
+    property_id: str
+    play: Callable[[Stage], None]
+    adopts: frozenset[str] = frozenset()
+    """Properties whose violations count as this one's here, unless they were violated before."""
+    adopts_all: bool = False
+
+
+@dataclasses.dataclass
+class Bench:
+    """What all scenarios of one check share."""
+
+    subject: Subject
+    model: LoadedModel
+    oracle: Oracle
+    truth: StoredTruth
+    nonce: str
+    """Makes request ids unguessable."""
+    salt: str
+    """Lets nothing be found that was stored before this check."""
+    secrets: tuple[str, ...]
+    """What is left out of traces."""
+    evidence: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+    lane_names: set[str] = dataclasses.field(default_factory=set)
+
+
+class Stage:
+    """For one run of one scenario."""
+
+    def __init__(self, bench: Bench, scenario: Scenario, variant: Variant) -> None:
+        self.bench = bench
+        self.subject = bench.subject
+        self.variant = variant
+        self.scenario = scenario
+        self.harness: Harness | None = None
+        """The engine that is open, or was last."""
+        self._random = random.Random(f"{bench.subject.seed} {scenario.property_id} {variant}")
+
+    @property
+    def block_size(self) -> int:
+        """Tokens per block."""
+        return int(self.subject.engine_options.get("block_size", EngineShape.block_size))
+
+    def prompt(self, num_blocks: int, num_more: int = 0) -> list[int]:
+        """New random tokens: so many whole blocks and tokens."""
+        length = num_blocks * self.block_size + num_more
+        return [self._random.randrange(VOCAB_SIZE) for _ in range(length)]
+
+    @contextlib.contextmanager
+    def engine(self, **shape: Any) -> Iterator[Harness]:
+        """An engine; at the end all requests must come to theirs, and nothing may be left.
+
+        Raises: `Violation`.
+        """
+        harness = self._open(**shape)
+        try:
+            yield harness
+            harness.run()
+            self._check_ends(harness)
+            check_idle(harness)
+            harness.close()
+            check_released(harness)
+        finally:
+            self.bench.evidence += harness.watch.evidence
+            self.bench.lane_names |= harness.lanes.names
+            with contextlib.suppress(Violation):
+                harness.close()
+
+    def _open(self, **shape: Any) -> Harness:
+        variant, bench = self.variant, self.bench
+        wanted = {
+            "depth": variant.depth,
+            "lane_policy": variant.lane_policy,
+            "lane_seed": variant.lane_seed,
+            **shape,
+        }
+        self.harness = Harness(
+            bench.subject,
+            bench.model,
+            bench.oracle,
+            shape=EngineShape(**wanted),
+            truth=bench.truth,
+            nonce=bench.nonce,
+            salt=bench.salt,
+            trace=Trace(*bench.secrets),
+            token_property=self.scenario.property_id,
+        )
+        return self.harness
+
+    def _check_ends(self, harness: Harness) -> None:
+        """Nothing ends with an error unless something was damaged."""
+        for request in harness.requests.values():
+            if request.status is RequestStatus.FINISHED_ERROR and not harness.judge.lost_hashes:
+                harness.watch.findings.add(
+                    "failures-exact",
+                    f"{request.request_id} failed though nothing was damaged: {request.error}",
+                )
+        harness.watch.findings.raise_first()
+
+    # ---------------------------------------------------------------- what scenarios do often
+
+    def store(self, harness: Harness, prompt: list[int], *, salt: str = "") -> Request:
+        """Let the connector save a prompt; then the engine forgets it."""
+        request = harness.add(f"saver{len(harness.requests)}", prompt, max_tokens=1, salt=salt)
+        harness.run()
+        self.forget_local(harness)
+        return request
+
+    def forget_local(self, harness: Harness) -> None:
+        """Let the engine forget its own prefix cache. Nothing may be under way."""
+        if not harness.reset_prefix_cache():
+            harness.watch.findings.add(
+                "idle-at-the-end", "no request is left, but the engine's blocks are not all free."
+            )
+            harness.watch.findings.raise_first()
+
+    def need(self, evidence: str, why: str) -> None:
+        """Go on only if this run has seen something of the kind. Raises: `NotJudged`."""
+        assert self.harness is not None
+        if not self.harness.watch.evidence[evidence]:
+            raise NotJudged(why)
+
+    def need_loads(self) -> None:
+        """Raises: `NotJudged` unless something was loaded."""
+        if self.subject.role == "kv_producer":
+            raise NotJudged("its role does not let it load")
+        self.need("loaded tokens", "it never loaded")
+
+    def need_right_kv(self) -> None:
+        """Raises: `NotJudged` for a connector that invents KV."""
+        if self.subject.cls.kv_is_synthetic:
+            raise NotJudged("its KV is synthetic, so tokens cannot be right")
