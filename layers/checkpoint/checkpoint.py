@@ -21,6 +21,8 @@ class WeightOrigin:
     """The files they are read from, as these were before reading, in an order that counts."""
     sha256: str | None = None
     """Digest of the one file that they were made of, where that is known beforehand."""
+    recipe: str | None = None
+    """How they are made, where they come from no file: equal recipes make equal weights."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -33,7 +35,7 @@ class Checkpoint:
     """From the model's files; the tokenizer may know more."""
     read_weights: Callable[[torch.dtype, torch.device, Progress], dict[str, torch.Tensor]]
     """Weights in the engine's layout. Raises: `ModelError`."""
-    read_tokenizer: Callable[[], Tokenizer]
-    """The checkpoint's own tokenizer. Raises: `ModelError`."""
+    read_tokenizer: Callable[[], Tokenizer | None]
+    """The checkpoint's own tokenizer, None if it has none by design. Raises: `ModelError`."""
     weight_origin: Callable[[], WeightOrigin]
     """To be asked before the weights are read. Raises: `ModelError`."""

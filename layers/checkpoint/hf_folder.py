@@ -42,9 +42,9 @@ _TOP = {"embed": "model.embed_tokens.weight", "norm": "model.norm.weight", "head
 
 def open_hf_folder(folder: Path, name: str | None = None) -> Checkpoint:
     """Open `folder`. Raises: `ModelError` naming what is missing, damaged or not supported."""
-    config = _read_json(folder / "config.json")
+    config = read_json(folder / "config.json")
     generation_file = folder / "generation_config.json"
-    generation = _read_json(generation_file) if generation_file.is_file() else {}
+    generation = read_json(generation_file) if generation_file.is_file() else {}
     architecture = Architecture.from_hf_config(config)
 
     def read_weights(
@@ -64,7 +64,8 @@ def open_hf_folder(folder: Path, name: str | None = None) -> Checkpoint:
     )
 
 
-def _read_json(file: Path) -> Mapping[str, Any]:
+def read_json(file: Path) -> Mapping[str, Any]:
+    """The object in `file`. Raises: `ModelError` if there is none, or it cannot be read."""
     try:
         if file.stat().st_size > _MAX_JSON_BYTES:
             raise ModelError(f"{file} is larger than {_MAX_JSON_BYTES} bytes.")
@@ -116,7 +117,7 @@ def _weight_files(folder: Path) -> list[Path]:
 
 def _shards(folder: Path, index: Path) -> dict[str, Path]:
     """Tensor -> shard file, as the index says; a shard must lie inside `folder`."""
-    stated = _read_json(index).get("weight_map")
+    stated = read_json(index).get("weight_map")
     if not isinstance(stated, dict):
         raise ModelError(f"{index} has no weight_map.")
     return {str(name): _inside(folder, index, shard) for name, shard in stated.items()}

@@ -1,8 +1,8 @@
 """What tells one model's KV from another's: a digest of configuration, dtype and all weights.
 
 Names and places do not count. The weights are told by the digest of the files they are read from,
-which is remembered, so that a second start reads nothing; or by the tensors themselves, where there
-are no files or where these have changed since the model was loaded.
+which is remembered, so that a second start reads nothing; by their recipe if they were made;
+or by the tensors themselves, where these files have changed since the model was loaded.
 """
 
 from __future__ import annotations
@@ -62,6 +62,8 @@ def _weights_digest(loaded: LoadedModel, progress: Progress, memo: Path | None) 
     origin = loaded.weight_origin
     if origin.sha256 is not None:
         return f"files {origin.sha256}"
+    if origin.recipe is not None:
+        return f"made {origin.recipe}"
     if origin.files:
         num_bytes = unread_bytes(origin.files, memo=memo)
         digests = _shown(progress, num_bytes, lambda a: digests_of(origin.files, a, memo=memo))

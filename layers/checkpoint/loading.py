@@ -14,6 +14,7 @@ from interlace.engine.ports import Progress
 from interlace.engine.tokenizer import Tokenizer
 from interlace.layers.architecture import Architecture
 from interlace.layers.checkpoint.checkpoint import Checkpoint, WeightOrigin
+from interlace.layers.checkpoint.memory import telling_what_is_needed
 from interlace.layers.checkpoint.resolve import open_checkpoint
 from interlace.layers.decoder import Decoder
 
@@ -25,7 +26,7 @@ class LoadedModel:
     name: str
     decoder: Decoder
     tokenizer: Tokenizer | None
-    """None if it was skipped."""
+    """None if it was skipped, or the model has none."""
     architecture: Architecture
     eos_token_ids: tuple[int, ...]
     """Ids that end an answer, from the model's files and the tokenizer."""
@@ -45,24 +46,28 @@ def load_checkpoint(
     dtype: str = "auto",
     device: str = "cpu",
     max_model_len: int | None = None,
+    seed: int = 0,
     progress: Progress | None = None,
 ) -> LoadedModel:
-    """Load `model`: `smollm2-135m`, a .gguf file, a Hugging Face folder, or a hub id.
+    """Load `model`: `smollm2-135m`, a .gguf file, a Hugging Face folder, a hub id, or `dummy:`.
 
     `tokenizer` is a folder to use in place of the model's own. `dtype` "auto" is float32 on a
-    CPU, bfloat16 elsewhere. `max_model_len` may lower the model's own limit. May take minutes (a
+    CPU, bfloat16 elsewhere. `device` is where the weights go, "cpu" or "cuda". `max_model_len` may
+    lower the model's own limit. `seed` is that of a dummy model's weights. May take minutes (a
     download, a conversion); runs on the caller's thread, which must not be the event loop's.
 
     Raises: `ModelError` for whatever is wrong with the model, `ConfigError` for an option.
     """
     progress = progress or Silent()
     target = _device(device)
-    checkpoint = open_checkpoint(model, progress)
+    weight_dtype = _dtype(dtype, target)
+    checkpoint = open_checkpoint(model, progress, seed=seed)
     length = _model_len(checkpoint.architecture, max_model_len)
     checkpoint.architecture.check_window(length)
     text = None if skip_tokenizer else _tokenizer(checkpoint, tokenizer)
     origin = checkpoint.weight_origin()
-    weights = checkpoint.read_weights(_dtype(dtype, target), target, progress)
+    with telling_what_is_needed(checkpoint.architecture, weight_dtype, target):
+        weights = checkpoint.read_weights(weight_dtype, target, progress)
     vocab_size = checkpoint.architecture.vocab_size
     ends = (*checkpoint.eos_token_ids, *(text.eos_token_ids if text else ()))
     return LoadedModel(
@@ -89,9 +94,17 @@ def _model_len(architecture: Architecture, asked: int | None) -> int:
 
 def _device(name: str) -> torch.device:
     try:
-        return torch.device(name)
+        device = torch.device(name)
     except RuntimeError as error:
-        raise ConfigError(f"device {name!r} is not one that torch knows; use 'cpu'.") from error
+        raise ConfigError(
+            f"device {name!r} is not one that torch knows; use 'cpu' or 'cuda'."
+        ) from error
+    if device.type == "cuda":
+        try:
+            torch.cuda.init()  # type: ignore[no-untyped-call]
+        except (RuntimeError, AssertionError) as error:
+            raise ConfigError(f"device {name!r} cannot be used: {error}; use 'cpu'.") from error
+    return device
 
 
 def _dtype(name: str, device: torch.device) -> torch.dtype:
@@ -103,9 +116,9 @@ def _dtype(name: str, device: torch.device) -> torch.dtype:
     return dtype
 
 
-def _tokenizer(checkpoint: Checkpoint, folder: str | None) -> Tokenizer:
+def _tokenizer(checkpoint: Checkpoint, folder: str | None) -> Tokenizer | None:
     text = Tokenizer.from_folder(folder) if folder is not None else checkpoint.read_tokenizer()
-    if text.vocab_size > checkpoint.architecture.vocab_size:
+    if text is not None and text.vocab_size > checkpoint.architecture.vocab_size:
         raise ModelError(
             f"the tokenizer has {text.vocab_size} tokens, but {checkpoint.name} knows only "
             f"{checkpoint.architecture.vocab_size}; pass --tokenizer DIR with the model's own."

@@ -10,6 +10,7 @@ from interlace.engine.errors import ModelError
 from interlace.engine.ports import Progress
 from interlace.layers.checkpoint.checkpoint import Checkpoint
 from interlace.layers.checkpoint.default_model import DEFAULT_MODEL, open_default_model
+from interlace.layers.checkpoint.dummy import DUMMY_PREFIX, open_dummy
 from interlace.layers.checkpoint.gguf_model import open_gguf
 from interlace.layers.checkpoint.hf_folder import open_hf_folder
 from interlace.layers.checkpoint.hub import fetch_from_hub
@@ -18,13 +19,16 @@ _MAX_SHOWN = 200  # characters of a wrong name
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
-def open_checkpoint(model: str, progress: Progress) -> Checkpoint:
-    """Open the default model, a folder, a GGUF file or a hub id.
+def open_checkpoint(model: str, progress: Progress, *, seed: int = 0) -> Checkpoint:
+    """Open the default model, a folder, a GGUF file, a hub id or a dummy model.
 
-    Raises: `ModelError`; for an unknown name it lists what is possible.
+    `seed` counts for a dummy model alone. Raises: `ModelError`; for an unknown name it lists what
+    is possible.
     """
     if model == DEFAULT_MODEL:
         return open_default_model(progress)
+    if model.startswith(DUMMY_PREFIX):
+        return open_dummy(model, seed)
     path = Path(os.path.expanduser(model))  # noqa: PTH111 - a ~ of nobody stays as it is
     if os.path.isdir(path):  # noqa: PTH112 - Path's own raises for a name that is too long
         return open_hf_folder(path)
@@ -36,7 +40,8 @@ def open_checkpoint(model: str, progress: Progress) -> Checkpoint:
         return open_hf_folder(fetch_from_hub(model), name=model)
     raise ModelError(
         f"there is no model {_shortened(model)!r}. A model is {DEFAULT_MODEL!r}, the path of a "
-        ".gguf file, the path of a folder in Hugging Face layout, or a hub id such as 'org/name'."
+        ".gguf file, the path of a folder in Hugging Face layout, a hub id such as 'org/name', or "
+        "for measuring 'dummy:NAME', a shape with random weights."
     )
 
 
