@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from memory_broken import Broken
 from memory_connector import MemoryConnector
 from memory_messages import LoadOrder, MemoryMetadata, SaveOrder
+from memory_store import Record
 
 from interlace.engine.scheduler_output import SchedulerOutput
 
@@ -32,19 +35,24 @@ class NeverResetsThePlan(MemoryConnector):
 
 
 class RepeatsSaves(MemoryConnector):
-    """Keeps the orders of a step until one with others comes: blocks are copied again under the
-    same keys, when they may hold something else."""
+    """Keeps the saves of a step until one with others comes: the blocks are copied again, and put
+    under their old keys, when they may hold something else."""
 
     _last_saves: tuple[SaveOrder, ...] = ()
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> MemoryMetadata:
         metadata = super().build_connector_meta(scheduler_output)
         self._last_saves = metadata.saves or self._last_saves
-        return MemoryMetadata(metadata.loads, self._last_saves, metadata.preempted, metadata.held)
+        return dataclasses.replace(metadata, saves=self._last_saves)
 
-    def _take_copies(self, save_id: int, copies: object) -> None:
+    def _take_copies(self, save_id: int, copies: dict[int, Record | None]) -> None:
         if save_id in self._open_saves:
-            super()._take_copies(save_id, copies)  # type: ignore[arg-type]
+            super()._take_copies(save_id, copies)
+            return
+        records = {rank: record for rank, record in copies.items() if record is not None}
+        for order in self._last_saves:
+            if order.save_id == save_id:
+                self.store.put(order.key, records)
 
 
 class KeepsMetadata(MemoryConnector):
@@ -66,7 +74,7 @@ class SendsNoMetadata(MemoryConnector):
 BROKEN = [
     Broken(MutatesTheOutput, "output-not-mutated"),
     Broken(NeverResetsThePlan, "plan-reset"),
-    Broken(RepeatsSaves, "plan-reset"),
+    Broken(RepeatsSaves, "saves-fenced"),
     Broken(KeepsMetadata, "metadata-cleared"),
     Broken(SendsNoMetadata, "answers-lawful"),
 ]
