@@ -11,6 +11,7 @@ import pytest
 import torch
 from hidden_states_kit import (
     ALL_STATES,
+    HIDDEN_SIZE,
     NUM_LAYERS,
     a_prompt,
     assert_equal_states,
@@ -182,7 +183,7 @@ def test_the_decoder_fills_in_what_transformers_gives(
 ) -> None:
     decoder = reference_model()[0].decoder
     tokens, positions = torch.tensor(PROMPT), torch.arange(len(PROMPT))
-    kept = torch.full((len(PROMPT), len(ids), 48), math.nan)
+    kept = torch.full((len(PROMPT), len(ids), HIDDEN_SIZE), math.nan)
     chosen = None if rows is None else torch.tensor(rows, dtype=torch.int64)
     with torch.inference_mode():
         states = dict(zip(ids, kept.unbind(1), strict=True))

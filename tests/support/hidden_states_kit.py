@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -12,7 +13,8 @@ import torch
 from interlace.layers.checkpoint import LoadedModel, load_checkpoint
 
 NUM_LAYERS = 3
-VOCAB_SIZE = 160
+HIDDEN_SIZE = 32
+VOCAB_SIZE = 64
 ALL_STATES = tuple(range(NUM_LAYERS + 1))
 
 
@@ -23,10 +25,10 @@ def reference_model() -> tuple[LoadedModel, Any]:
 
     config = transformers.LlamaConfig(
         vocab_size=VOCAB_SIZE,
-        hidden_size=48,
-        intermediate_size=80,
+        hidden_size=HIDDEN_SIZE,
+        intermediate_size=48,
         num_hidden_layers=NUM_LAYERS,
-        num_attention_heads=6,
+        num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=256,
         rms_norm_eps=1e-5,
@@ -45,6 +47,18 @@ def reference_model() -> tuple[LoadedModel, Any]:
         model.save_pretrained(folder)
         loaded = load_checkpoint(folder, skip_tokenizer=True, dtype="float32")
     return loaded, model
+
+
+@contextmanager
+def one_torch_thread() -> Iterator[None]:
+    """Without helpers: products this small gain nothing by them, and the reference is computed on
+    another thread than the engine's, which must not run parallel operations too."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def states_of(token_ids: Sequence[int], layer_ids: Sequence[int]) -> torch.Tensor:
