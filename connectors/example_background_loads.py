@@ -5,11 +5,13 @@ read wholly into host memory and then copied into the pages between two forwards
 from __future__ import annotations
 
 import collections
+from collections.abc import Callable
 from typing import NamedTuple
 
 from interlace.connectors.example_pieces import LayerRows, LoadReports, Piece
 from interlace.connectors.kv_folders.pages import LayerPages
-from interlace.connectors.kv_folders.reading import ReaderThread, Reading
+from interlace.connectors.kv_folders.reading import Reader, Reading
+from interlace.engine.ports import Lanes
 
 
 class _Current(NamedTuple):
@@ -18,17 +20,17 @@ class _Current(NamedTuple):
     request_id: str
     pieces: list[Piece]
     reading: Reading[list[LayerRows]] | None
-    """None if the reader thread still hung in an earlier request: this one fails at once."""
+    """None if too many reads hang: this one fails at once."""
 
 
 class BackgroundLoads:
     """Loads of requests that wait for them. Device thread."""
 
-    def __init__(self, reports: LoadReports, *, deadline_s: float) -> None:
-        """No thread before the first load."""
+    def __init__(self, reports: LoadReports, lanes: Lanes, *, deadline_s: float) -> None:
+        """Takes a lane, which does nothing before the first load."""
         self._reports = reports
         self._layers: dict[str, LayerPages] = {}
-        self._reader = ReaderThread("interlace-kv-read-async", deadline_s=deadline_s)
+        self._reader = Reader(lanes, "load", deadline_s=deadline_s)
         # Bounded by the engine's requests.
         self._waiting: collections.deque[tuple[str, list[Piece]]] = collections.deque()
         self._current: _Current | None = None
@@ -47,28 +49,28 @@ class BackgroundLoads:
         if self._current is not None or not self._waiting:
             return
         request_id, pieces = self._waiting.popleft()
-        layers, reader = self._layers, self._reader
+        layers = self._layers
 
-        def read() -> list[LayerRows]:
+        def read(beat: Callable[[], None]) -> list[LayerRows]:
             found: list[LayerRows] = [[] for _ in layers]
             for index, rows in enumerate(found):
                 for piece in pieces:
                     rows.append(piece.read(index, layers))
-                    reader.tick()
+                    beat()
             return found
 
-        reading = None if reader.is_busy else reader.ask(read)
-        self._current = _Current(request_id, pieces, reading)
+        self._current = _Current(request_id, pieces, self._reader.ask(read))
 
     def take_received(self) -> set[str]:
         """Put requests whose reading has ended into the pages; their ids. Does not wait."""
         received = set()
         while (current := self._current) is not None:
             reading = current.reading
-            if reading is not None and not reading.is_done and not self._reader.hangs:
+            is_done = reading is not None and reading.is_done
+            if reading is not None and not is_done and not self._reader.hangs:
                 break
-            self._fill(current.pieces, None if reading is None else reading.result)
-            self._reports.take_stock(current.pieces, len(self._layers))
+            self._fill(current.pieces, reading.take_result() if reading and is_done else None)
+            self._reports.take_stock(current.pieces, self._layers)
             received.add(current.request_id)
             self._current = None
             self._start_next()
@@ -81,5 +83,5 @@ class BackgroundLoads:
                 piece.fill(pages, some)
 
     def close(self) -> None:
-        """End the reader thread; does not wait for a read that hangs."""
+        """End the lane; does not wait for a read that hangs."""
         self._reader.close()

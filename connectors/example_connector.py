@@ -14,19 +14,25 @@ This module maps the protocol's two roles to two objects. Read on in this order:
     example_step_loads.py     files to pages, layer by layer within a step
     example_background_loads.py   files to pages across steps
     example_saves.py          pages to files
+    example_stats.py          what is counted
+    example_faults.py         what `interlace check` damages
     kv_folders/               the files themselves
 """
 
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from interlace.connectors.base import KVConnectorBase_V1
+from interlace.connectors.base import CheckSetup, KVConnectorBase_V1
+from interlace.connectors.example_faults import FAULT_KINDS, damage
 from interlace.connectors.example_messages import ExampleMetadata, ExampleWorkerMetadata
 from interlace.connectors.example_options import ExampleConnectorOptions
 from interlace.connectors.example_save_planner import MAX_RUN_BLOCKS, max_run_blocks
 from interlace.connectors.example_scheduler import ExampleScheduler
+from interlace.connectors.example_stats import ExampleConnectorStats
 from interlace.connectors.kv_folders.counters import KVFolderCounters, Tally
 from interlace.connectors.kv_folders.folders import KVFolders
 from interlace.connectors.kv_folders.identity import KVIdentity
@@ -40,6 +46,8 @@ from interlace.engine.kv_connector import (
     KVConnectorOutput,
     KVConnectorRole,
 )
+from interlace.engine.kv_connector_stats import KVConnectorStats
+from interlace.engine.kv_events import KVCacheEvent
 from interlace.engine.request import Request
 from interlace.engine.scheduler_output import SchedulerOutput
 
@@ -53,8 +61,29 @@ logger = logging.getLogger(__name__)
 
 
 class ExampleConnector(KVConnectorBase_V1):
-    """Each instance has one side: `_scheduler` on the event loop, or `_worker` on the device
-    thread. See the base class for when each method is called and what it must not do."""
+    """Stores every full block of prompts and answers in files, and loads them from there.
+
+    What is stored: one folder for a run of blocks, with a safetensors file a layer and a manifest
+    of their hashes and digests. Each worker stores its part, in folders of its own. Nothing is
+    evicted.
+
+    When it loads: within the step, layer by layer; or, with `load_async`, before the request joins
+    the batch. Blocks hit in any whole number, wherever one engine with the same model, type, block
+    size and number of workers has computed them; engines on one directory see what the others
+    store within `refresh_s`.
+
+    What it guarantees: a block is promised only if all workers have it. What is loaded was checked
+    against its digest, and what cannot be loaded is reported block by block, within `deadline_s`
+    of the last sign of life of the file system. Nothing is visible to anyone before the step that
+    computed it was applied with no bad block beneath. A full disk, a slow one or a damaged file
+    costs saves or a recompute, never an answer. Pages are only read while the step runs that names
+    them. File I/O goes through `lanes` alone.
+
+    Each instance has one side: `_scheduler` on the event loop, or `_worker` on the device thread.
+    See the base class for when each method is called and what it must not do.
+    """
+
+    store_fault_kinds: ClassVar[tuple[str, ...]] = FAULT_KINDS
 
     def __init__(
         self,
@@ -62,7 +91,7 @@ class ExampleConnector(KVConnectorBase_V1):
         role: KVConnectorRole,
         kv_cache_config: KVCacheConfig | None = None,
     ) -> None:
-        """The scheduler side starts a thread that indexes the directory; the worker side tries it.
+        """The scheduler side begins to index the directory; the worker side tries it.
 
         Raises: `ConfigError` for bad options, and on the worker side of a producer for a
         directory that cannot be written.
@@ -81,22 +110,24 @@ class ExampleConnector(KVConnectorBase_V1):
             self._make_worker_side()
 
     def _make_scheduler_side(self, block_size: int) -> None:
+        num_ranks = self._folders.identity.world_size
         self._index = FolderIndex(
-            self._folders,
+            [self._folders.of_rank(rank) for rank in range(num_ranks)],
             self._tally,
+            self.lanes,
             refresh_s=self.options.refresh_s,
             deadline_s=self.options.deadline_s,
         )
         self._scheduler_side = ExampleScheduler(
             self._index,
             self._tally,
+            num_ranks=num_ranks,
             block_size=block_size,
             longest_run=self._longest_run(),
             load_async=self.options.load_async,
             may_load=self._kv_transfer_config.is_kv_consumer,
             may_save=self._kv_transfer_config.is_kv_producer,
         )
-        self._index.start()
 
     def _longest_run(self) -> int:
         """Most blocks of one save."""
@@ -122,6 +153,7 @@ class ExampleConnector(KVConnectorBase_V1):
             self._folders,
             self._tally,
             self.options,
+            self.lanes,
             may_save=self._kv_transfer_config.is_kv_producer,
         )
 
@@ -173,6 +205,10 @@ class ExampleConnector(KVConnectorBase_V1):
     ) -> tuple[bool, dict[str, Any] | None]:
         """True while a save of the request is open."""
         return self._scheduler.request_finished(request, block_ids)
+
+    def take_events(self) -> Iterable[KVCacheEvent]:
+        """Runs of blocks that were published by this engine, and those that failed to load."""
+        return self._scheduler.take_events()
 
     def reset_cache(self) -> bool:
         """False: nothing is forgotten, since other processes may share the directory.
@@ -236,11 +272,47 @@ class ExampleConnector(KVConnectorBase_V1):
         """What was copied, what has ended, which folders failed."""
         return self._worker.report()
 
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        """What this worker has loaded, saved, dropped and failed since the last call; None on the
+        scheduler side, or if it is nothing."""
+        if self._worker_side is None:
+            return None
+        new = self._tally.take_new()
+        return ExampleConnectorStats(data=dict(new)) if new else None
+
+    def inject_store_fault(self, kind: str, block_hash: bytes) -> Iterable[bytes]:
+        """See `example_faults`. Only this worker's part is damaged."""
+        return damage(self._folders, kind, block_hash)
+
     # ---------------------------------------------------------------- both
 
     def shutdown(self) -> None:
-        """End the threads; the worker side writes what was allowed first, for some seconds."""
+        """End the lanes; the worker side writes what was allowed first, for some seconds."""
         if self._index is not None:
             self._index.close()
         if self._worker_side is not None:
             self._worker_side.close()
+
+    # ---------------------------------------------------------------- of the class
+
+    @classmethod
+    def check_setup(cls, scratch: Path) -> CheckSetup:
+        """A directory in `scratch`, which is listed once: the time of day decides nothing."""
+        return CheckSetup(
+            {"shared_storage_path": str(scratch / "kv"), "refresh_s": 86_400.0, "deadline_s": 60.0}
+        )
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: EngineConfig) -> str:
+        """Files hold blocks as "NHD" pages do."""
+        return "NHD"
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """True: it loads and saves in the hooks of the layers."""
+        return True
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> ExampleConnectorStats:
+        """Statistics of this kind that consist of a copy of `data`."""
+        return ExampleConnectorStats(data=dict(data or {}))

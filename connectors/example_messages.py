@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import NamedTuple
 
 from interlace.connectors.kv_folders.folders import Signature
 from interlace.connectors.kv_folders.writer import EndedSave
@@ -26,7 +27,8 @@ class Load:
     """All that one request loads."""
 
     request_id: str
-    pieces: tuple[LoadPiece, ...]
+    pieces: tuple[tuple[LoadPiece, ...], ...]
+    """Of each rank, whose folders are its own; all ranks fill the same blocks."""
     is_async: bool
 
 
@@ -53,7 +55,8 @@ class ExampleMetadata(KVConnectorMetadata):
     discard: frozenset[int] = frozenset()
     """Saves of earlier steps that must not."""
     release: frozenset[str] = frozenset()
-    """Requests that were held until now, and whose last save has ended: report them as sent."""
+    """Requests that were held until now, and whose last save has ended on all ranks: report them
+    as sent."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -69,20 +72,27 @@ class LostFolder:
     """After so many seconds it may be promised again, at once if it is another one."""
 
 
+class CopiedSave(NamedTuple):
+    """One worker has copied its part of a save."""
+
+    save_id: int
+    rank: int
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class ExampleWorkerMetadata(KVConnectorWorkerMetadata):
-    """What the worker side reports with a step."""
+    """What one worker, or several, report with a step. The scheduler side counts ranks."""
 
-    copied: tuple[int, ...] = ()
+    copied: tuple[CopiedSave, ...] = ()
     """Saves whose blocks were copied in this step."""
     ended: tuple[EndedSave, ...] = ()
     """Since the last report."""
     lost: tuple[LostFolder, ...] = ()
     num_loaded: int = 0
-    """Blocks."""
+    """Blocks; of each worker its part."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> ExampleWorkerMetadata:
-        """Both reports, one after the other."""
+        """Both reports, one after the other: each part says of which rank it is."""
         assert isinstance(other, ExampleWorkerMetadata)
         return ExampleWorkerMetadata(
             copied=self.copied + other.copied,

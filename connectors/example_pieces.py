@@ -35,7 +35,7 @@ class _GoneError(Exception):
 
 
 class Piece:
-    """One piece while it loads. `read` is for a reader thread, the rest for the device thread."""
+    """One piece while it loads. `read` is for a lane, the rest for the device thread."""
 
     def __init__(self, piece: LoadPiece, folders: KVFolders, tally: Tally) -> None:
         """Does no I/O yet."""
@@ -101,6 +101,11 @@ class Piece:
         self._has_failed = True
         self.lost = LostFolder(self._piece.folder, self._signature, was_removed, retry_s)
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether it cannot be filled any more."""
+        return self._has_failed
+
     def fill(self, pages: LayerPages, rows: ByteArray | None) -> None:
         """Copy one layer into its pages, or fail without rows. What has failed fills no more."""
         if rows is None:
@@ -123,13 +128,16 @@ class LoadReports:
         self._lost: list[LostFolder] = []
         self._num_loaded = 0
 
-    def take_stock(self, pieces: Iterable[Piece], num_layers: int) -> None:
+    def take_stock(self, pieces: Iterable[Piece], layers: Mapping[str, LayerPages]) -> None:
         """These pieces are over. One that lacks any layer has failed."""
+        block_bytes = sum(pages.block_bytes for pages in layers.values())
         for piece in pieces:
-            if piece.is_filled(num_layers):
-                self._num_loaded += len(piece.block_ids)
-                self._tally.add(blocks_loaded=len(piece.block_ids))
+            num_blocks = len(piece.block_ids)
+            if piece.is_filled(len(layers)):
+                self._num_loaded += num_blocks
+                self._tally.add(blocks_loaded=num_blocks, bytes_loaded=num_blocks * block_bytes)
                 continue
+            self._tally.add(blocks_failed=num_blocks)
             self._invalid.update(piece.block_ids)
             if piece.lost is not None:
                 self._lost.append(piece.lost)

@@ -11,16 +11,21 @@ as copied with the step's output; allowed in a later step's metadata, unless a b
 it turned out bad; and reported as ended. A request that ends before is held until then: in part
 because its last blocks are copied in the next step, and for the rest so that the engine runs the
 steps that carry the messages.
+
+Of several workers each saves its part, in a folder of its own. A save counts as copied, or as
+ended, when all of them have said so. If one cannot write its part before the save was allowed, the
+others are told to discard theirs; if one fails after that, theirs stay, and are found when the
+blocks are saved again, since nothing is promised that a worker lacks.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
-from interlace.connectors.example_messages import Save
+from interlace.connectors.example_messages import CopiedSave, Save
 from interlace.connectors.kv_folders.counters import Tally
-from interlace.connectors.kv_folders.index import FolderIndex
+from interlace.connectors.kv_folders.known import KnownFolders
 from interlace.connectors.kv_folders.writer import EndedSave, SaveEnd
 from interlace.engine.request import Request
 
@@ -64,6 +69,10 @@ class _OpenSave:
     beneath: frozenset[int]
     """Ids of the request's blocks up to the end of the run."""
     is_decided: bool = False
+    copied: set[int] = dataclasses.field(default_factory=set)
+    """Ranks that have copied their part."""
+    ended: dict[int, EndedSave] = dataclasses.field(default_factory=dict)
+    """Rank -> its last word."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -80,11 +89,22 @@ class SavePlanner:
     """Every save that is planned ends exactly once. Event loop only."""
 
     def __init__(
-        self, index: FolderIndex, tally: Tally, *, block_size: int, longest_run: int
+        self,
+        known: KnownFolders,
+        tally: Tally,
+        *,
+        num_ranks: int,
+        block_size: int,
+        longest_run: int,
+        on_published: Callable[[bytes | None, tuple[bytes, ...]], None],
     ) -> None:
-        """`block_size` is in tokens, `longest_run` in blocks."""
-        self._index = index
+        """`block_size` is in tokens, `longest_run` in blocks. `on_published` is called with the
+        hash before a run, None if there is no block, and those of its blocks that are stored on
+        all ranks now."""
+        self._known = known
         self._tally = tally
+        self._num_ranks = num_ranks
+        self._on_published = on_published
         self._block_size = block_size
         self._longest_run = longest_run
         self._open: dict[int, _OpenSave] = {}
@@ -153,7 +173,7 @@ class SavePlanner:
 
     def _is_known(self, block_hash: bytes) -> bool:
         return (
-            block_hash in self._index
+            block_hash in self._known
             or block_hash in self._being_saved
             or block_hash in self._arriving
         )
@@ -187,28 +207,51 @@ class SavePlanner:
             self._unmark(opened.save)
             if opened.save in self._orders.saves:  # the worker never heard of it
                 self._orders.saves.remove(opened.save)
-                self.end(EndedSave(save_id, SaveEnd.DISCARDED))
+                for rank in range(self._num_ranks):
+                    self.end(EndedSave(save_id, SaveEnd.DISCARDED, rank))
             else:
                 self._orders.discard.add(save_id)
 
-    def allow(self, copied: Iterable[int]) -> None:
-        """The step that copied these was applied: what is not undone by now may be published."""
-        for save_id in copied:
+    def allow(self, copied: Iterable[CopiedSave]) -> None:
+        """The step that copied these was applied: what all ranks have copied, and is not undone by
+        now, may be published."""
+        for save_id, rank in copied:
             opened = self._open.get(save_id)
-            if opened is not None and not opened.is_decided:
+            if opened is None:
+                continue
+            opened.copied.add(rank)
+            if len(opened.copied) == self._num_ranks and not opened.is_decided:
                 opened.is_decided = True
                 self._orders.publish.add(save_id)
 
     def end(self, ended: EndedSave) -> None:
-        """A save has ended, in whatever way. A request is held until its last one has."""
-        opened = self._open.pop(ended.save_id, None)
-        if opened is None:
+        """A rank's part of a save has ended, in whatever way. A request is held until the last
+        part of its last save has."""
+        opened = self._open.get(ended.save_id)
+        if opened is None or ended.rank in opened.ended:
             return
-        self._unmark(opened.save)
-        ended.count(self._tally)
+        opened.ended[ended.rank] = ended
         if ended.end is SaveEnd.PUBLISHED:
-            self._index.add(ended.folder, ended.block_hashes)
-        opened.owner.open_saves.discard(ended.save_id)
+            self._known.add(ended.rank, ended.folder, ended.block_hashes)
+        if len(opened.ended) == self._num_ranks:
+            self._close(opened)
+        elif not opened.is_decided and ended.end is not SaveEnd.PUBLISHED:
+            opened.is_decided = True
+            self._orders.discard.add(ended.save_id)
+
+    def _close(self, opened: _OpenSave) -> None:
+        """All ranks have spoken. A save that was dropped counts under its first reason."""
+        save = opened.save
+        del self._open[save.save_id]
+        self._unmark(save)
+        parts = list(opened.ended.values())
+        dropped = [part for part in parts if part.end is not SaveEnd.PUBLISHED]
+        (dropped or parts)[0].count(self._tally)
+        if not dropped:
+            is_first = len(opened.beneath) == len(save.block_ids)
+            stored = tuple(one for one in parts[0].block_hashes if one in self._known)
+            self._on_published(None if is_first else save.parent_hash, stored)
+        opened.owner.open_saves.discard(save.save_id)
         if opened.owner.is_held and not opened.owner.open_saves:
             self._orders.release.add(opened.owner.request.request_id)
 

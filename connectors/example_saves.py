@@ -1,7 +1,7 @@
 """ExampleConnector's worker side, saving: copies pages within the step, and hands them on.
 
 Pages are only read while the step runs whose metadata names them, so a preemption has nothing to
-wait for. Device thread; the writer thread never sees the pages.
+wait for. Device thread; the writer's lane never sees the pages.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable
 
-from interlace.connectors.example_messages import ExampleMetadata, Save
+from interlace.connectors.example_messages import CopiedSave, ExampleMetadata, Save
 from interlace.connectors.example_save_planner import max_run_blocks
 from interlace.connectors.kv_folders.folders import Run
 from interlace.connectors.kv_folders.pages import LayerPages
@@ -34,16 +34,17 @@ class _Copy:
 class WorkerSaves:
     """Repeated and missing layer hooks do no harm."""
 
-    def __init__(self, writer: FolderWriter, *, queue_bytes: int) -> None:
+    def __init__(self, writer: FolderWriter, *, rank: int, queue_bytes: int) -> None:
         """`queue_bytes` is the writer's; it bounds a run here and in the planner alike."""
         self._writer = writer
+        self._rank = rank
         self._queue_bytes = queue_bytes
         self._layers: dict[str, LayerPages] = {}
         self._indices: dict[str, int] = {}
         self._block_shape: tuple[int, ...] = ()
         self._block_bytes = 0  # of one layer
         self._copies: list[_Copy] = []
-        self._copied: list[int] = []
+        self._copied: list[CopiedSave] = []
 
     def register(self, layers: dict[str, LayerPages]) -> None:
         """Layer name -> pages of one shape, in order of depth. Once."""
@@ -103,7 +104,7 @@ class WorkerSaves:
             for layer_name in sorted(copy.missing):
                 self._copy(copy, layer_name)
             self._writer.write(copy.save.save_id, self._run(copy))
-            self._copied.append(copy.save.save_id)
+            self._copied.append(CopiedSave(copy.save.save_id, self._rank))
 
     def _run(self, copy: _Copy) -> Run:
         return Run(
@@ -115,7 +116,7 @@ class WorkerSaves:
             release=lambda: self._staging.give_back(copy.memory),
         )
 
-    def take_copied(self) -> tuple[int, ...]:
+    def take_copied(self) -> tuple[CopiedSave, ...]:
         """Saves that were copied since the last call."""
         copied, self._copied = tuple(self._copied), []
         return copied

@@ -6,6 +6,7 @@ the request's hashes, never from a count of its own, so preemption and truncatio
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -17,12 +18,16 @@ from interlace.connectors.example_messages import (
 )
 from interlace.connectors.example_save_planner import SavePlanner, Tracked
 from interlace.connectors.kv_folders.counters import Tally
-from interlace.connectors.kv_folders.index import BlockPlace, FolderIndex
+from interlace.connectors.kv_folders.index import FolderIndex
+from interlace.connectors.kv_folders.known import BlockPlace
 from interlace.connectors.step_tables import added_blocks, computed_before
 from interlace.engine.kv_connector import KVCacheBlocks, KVConnectorOutput
+from interlace.engine.kv_events import MEDIUM_STORAGE, BlockRemoved, BlockStored, KVCacheEvent
 from interlace.engine.request import Request, RequestStatus
 from interlace.engine.scheduler_output import SchedulerOutput
 
+MAX_EVENTS = 4096
+"""Events that nobody has taken; beyond it the oldest are dropped, and counted."""
 _NOWHERE = BlockPlace("", 0)
 
 
@@ -34,31 +39,44 @@ class ExampleScheduler:
         index: FolderIndex,
         tally: Tally,
         *,
+        num_ranks: int,
         block_size: int,
         longest_run: int,
         load_async: bool,
         may_load: bool,
         may_save: bool,
     ) -> None:
-        """`index` was started. `block_size` is in tokens, `longest_run` of saved blocks in blocks.
-        A producer may not load, a consumer may not save."""
+        """`block_size` is in tokens, `longest_run` of saved blocks in blocks. A producer may not
+        load, a consumer may not save."""
         self._index = index
+        self._known = index.known
+        self._num_ranks = num_ranks
         self._tally = tally
         self._block_size = block_size
         self._load_async = load_async
         self._may_load = may_load
         self._may_save = may_save
-        self._planner = SavePlanner(index, tally, block_size=block_size, longest_run=longest_run)
+        self._planner = SavePlanner(
+            index.known,
+            tally,
+            num_ranks=num_ranks,
+            block_size=block_size,
+            longest_run=longest_run,
+            on_published=self._note_stored,
+        )
         self._requests: dict[str, Tracked] = {}
         self._num_local: dict[str, int] = {}  # request id -> tokens it had at its latest query
         self._loads: list[Load] = []  # for the next metadata
+        self._num_parts_loaded = 0  # of blocks that not all ranks have loaded
+        self._events: collections.deque[KVCacheEvent] = collections.deque(maxlen=MAX_EVENTS)
 
     # ---------------------------------------------------------------- loads
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """Tokens in whole stored blocks, with at least one token left to compute."""
+        """Tokens in whole blocks that all ranks have stored, with at least one token left to
+        compute."""
         tracked = self._requests.get(request.request_id)
         if not self._may_load or (tracked is not None and tracked.load_failed):
             return 0, False
@@ -67,7 +85,7 @@ class ExampleScheduler:
         first = num_computed_tokens // self._block_size
         last = (request.num_tokens - 1) // self._block_size
         end = first
-        while end < last and request.block_hashes[end] in self._index:
+        while end < last and request.block_hashes[end] in self._known:
             end += 1
         self._num_local[request.request_id] = num_computed_tokens
         if end == first:
@@ -88,14 +106,19 @@ class ExampleScheduler:
         first = num_local // self._block_size
         end = -(-(num_local + num_external_tokens) // self._block_size)
         hashes = request.block_hashes[first:end]
-        pieces = tuple(self._pieces(hashes, block_ids[first:end]))
+        pieces = tuple(
+            tuple(self._pieces(rank, hashes, block_ids[first:end]))
+            for rank in range(self._num_ranks)
+        )
         self._loads.append(Load(request.request_id, pieces, self._load_async))
         self._planner.expect(hashes)
         tracked.is_loading = self._load_async
 
-    def _pieces(self, hashes: Sequence[bytes], block_ids: Sequence[int]) -> Iterator[LoadPiece]:
+    def _pieces(
+        self, rank: int, hashes: Sequence[bytes], block_ids: Sequence[int]
+    ) -> Iterator[LoadPiece]:
         """Neighbours in one folder together. Blocks that have gone since are in none."""
-        places = [self._index.find(block_hash) or _NOWHERE for block_hash in hashes]
+        places = [self._known.find(block_hash, rank) or _NOWHERE for block_hash in hashes]
         begin = 0
         for i in range(1, len(places) + 1):
             folder, first = places[begin]
@@ -107,6 +130,7 @@ class ExampleScheduler:
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> ExampleMetadata:
         """The step's orders."""
+        self._index.keep_fresh()
         before = self._follow(scheduler_output)
         for request_id, num_new in scheduler_output.num_scheduled_tokens.items():
             tracked = self._requests.get(request_id)
@@ -148,12 +172,37 @@ class ExampleScheduler:
         if not isinstance(report, ExampleWorkerMetadata):
             return
         for lost in report.lost:
-            self._index.drop(lost.folder, lost.signature, lost.retry_s)
+            self._note_removed(self._known.drop(lost.folder, lost.signature, lost.retry_s))
             self._tally.add(damaged_folders=lost.was_removed)
-        self._tally.add(blocks_loaded=report.num_loaded)
+        self._count_loaded(report.num_loaded)
         self._planner.allow(report.copied)
         for ended in report.ended:
             self._planner.end(ended)
+
+    def _count_loaded(self, num_parts: int) -> None:
+        """Ranks may report their parts of a block in different steps."""
+        num_blocks, self._num_parts_loaded = divmod(
+            self._num_parts_loaded + num_parts, self._num_ranks
+        )
+        self._tally.add(blocks_loaded=num_blocks)
+
+    def _note_stored(self, parent_hash: bytes | None, block_hashes: tuple[bytes, ...]) -> None:
+        if block_hashes:
+            self._note(BlockStored(block_hashes, parent_hash, (), 0, medium=MEDIUM_STORAGE))
+
+    def _note_removed(self, block_hashes: list[bytes]) -> None:
+        if block_hashes:
+            self._note(BlockRemoved(tuple(block_hashes), MEDIUM_STORAGE))
+
+    def _note(self, event: KVCacheEvent) -> None:
+        self._tally.add(events_dropped=len(self._events) == MAX_EVENTS)
+        self._events.append(event)
+
+    def take_events(self) -> list[KVCacheEvent]:
+        """Runs that were published, and lost, since the last call."""
+        taken = list(self._events)
+        self._events.clear()
+        return taken
 
     def _look_again(self, invalid: set[int]) -> None:
         """Blocks that were stored are so no longer. Who lost some does not try them again: a

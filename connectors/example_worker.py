@@ -15,6 +15,7 @@ from interlace.connectors.kv_folders.folders import KVFolders
 from interlace.connectors.kv_folders.pages import layer_pages
 from interlace.connectors.kv_folders.writer import FolderWriter
 from interlace.engine.errors import ConnectorError
+from interlace.engine.ports import Lanes
 
 if TYPE_CHECKING:
     import torch
@@ -30,20 +31,24 @@ class ExampleWorker:
         folders: KVFolders,
         tally: Tally,
         options: ExampleConnectorOptions,
+        lanes: Lanes,
         *,
         may_save: bool,
     ) -> None:
-        """Starts the writer thread; a consumer has none, and no memory for copies."""
+        """`folders` are those of this worker's rank. A consumer has no writer, and no memory for
+        copies."""
         self._folders = folders
         self._tally = tally
         self._begun: ExampleMetadata | None = None
         self._reports = LoadReports(tally)
-        self.step_loads = StepLoads(self._reports, deadline_s=options.deadline_s)
-        self.background_loads = BackgroundLoads(self._reports, deadline_s=options.deadline_s)
+        self._rank = folders.identity.rank
+        deadline_s = options.deadline_s
+        self.step_loads = StepLoads(self._reports, lanes, deadline_s=deadline_s)
+        self.background_loads = BackgroundLoads(self._reports, lanes, deadline_s=deadline_s)
         self.saves: WorkerSaves | None = None
         if may_save:
-            writer = FolderWriter(folders, tally, queue_bytes=options.queue_bytes)
-            self.saves = WorkerSaves(writer, queue_bytes=options.queue_bytes)
+            writer = FolderWriter(folders, tally, lanes, queue_bytes=options.queue_bytes)
+            self.saves = WorkerSaves(writer, rank=self._rank, queue_bytes=options.queue_bytes)
 
     def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Raises: `ConnectorError` for pages that files of our identity cannot hold."""
@@ -77,7 +82,7 @@ class ExampleWorker:
             self.saves.start(metadata)
 
     def _open(self, load: Load) -> list[Piece]:
-        return [Piece(piece, self._folders, self._tally) for piece in load.pieces]
+        return [Piece(piece, self._folders, self._tally) for piece in load.pieces[self._rank]]
 
     @property
     def has_layer_work(self) -> bool:

@@ -66,6 +66,10 @@ class KVFolders:
         self.base = root / f"{identity.model[:16]}-v{manifests.VERSION}"
         self.tmp = self.base / "tmp"
 
+    def of_rank(self, rank: int) -> KVFolders:
+        """Those of another worker of the same engine."""
+        return KVFolders(self.base.parent, self.identity.of_rank(rank))
+
     def prepare(self) -> None:
         """Create what writing needs, and try it. Raises: `OSError`."""
         self._new_temporary().rmdir()
@@ -189,8 +193,12 @@ class KVFolders:
         Of a foreign identity only the manifest is checked. Raises: as `manifest`.
         """
         manifest = self.manifest(folder)
-        if manifest.identity != self.identity:
-            return manifest
+        if manifest.identity == self.identity:
+            self.check_files(folder, manifest)
+        return manifest
+
+    def check_files(self, folder: Path, manifest: Manifest) -> None:
+        """Raises: `DamagedFileError` unless all files are there in the right sizes; `OSError`."""
         for index, expected in enumerate(manifest.files):
             name = manifests.layer_file_name(index)
             try:
@@ -199,7 +207,6 @@ class KVFolders:
                 raise DamagedFileError(f"{name} is missing") from error
             if size != expected.num_bytes:
                 raise DamagedFileError(f"{name} is not as long as its manifest says")
-        return manifest
 
     def read_layer(self, folder: Path, manifest: Manifest, index: int) -> ByteArray:
         """One layer of a run, checked: [blocks, bytes of a block].

@@ -41,6 +41,10 @@ class KVIdentity:
             world_size=parallel.world_size,
         )
 
+    def of_rank(self, rank: int) -> KVIdentity:
+        """Of another worker of the same engine."""
+        return dataclasses.replace(self, rank=rank)
+
     def folder_name(self, first_hash: bytes) -> str:
         """64 hex digits: the folder whose first block has this hash."""
         fields = json.dumps(dataclasses.asdict(self), sort_keys=True).encode()

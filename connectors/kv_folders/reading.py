@@ -1,4 +1,4 @@
-"""A daemon thread that reads, so that a read which hangs holds up nobody beyond a deadline.
+"""Reading on a lane, so that a read which hangs holds up nobody beyond a deadline.
 
 Knows nothing of folders: it runs callables, one after another.
 """
@@ -6,107 +6,146 @@ Knows nothing of folders: it runs callables, one after another.
 from __future__ import annotations
 
 import logging
-import queue
-import threading
 import time
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
+from interlace.engine.ports import Lane, Lanes
+from interlace.layers.lanes import LaneClosedError
+
 logger = logging.getLogger(__name__)
+
+MAX_HUNG_LANES = 2
+"""So many reads may hang, each on a lane of its own, before further loads fail at once."""
+_MAX_PENDING = 4
+"""Its users ask for a second reading ahead of the first at most."""
 
 T = TypeVar("T")
 
 
-class Reading(Generic[T]):
-    """One callable on its way through the thread."""
+class _Pulse:
+    """When a lane's work last got on, on the reader's clock."""
 
-    def __init__(self, work: Callable[[], T]) -> None:
-        self._work = work
-        self._done = threading.Event()
-        self._result: T | None = None
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self.at = clock()
+
+    def beat(self) -> None:
+        self.at = self._clock()
+
+    @property
+    def age_s(self) -> float:
+        return self._clock() - self.at
+
+
+class Reading(Generic[T]):
+    """One callable on its way through a lane. For one thread, but for what the lane runs."""
+
+    def __init__(self, work: Callable[[Callable[[], None]], T], lane: Lane, pulse: _Pulse) -> None:
+        """Raises: `LaneFullError`."""
+        self.pulse = pulse
+        self._result: list[T] = []
+
+        def run() -> None:
+            pulse.beat()
+            self._result.append(work(pulse.beat))
+            pulse.beat()
+
+        self._gate = lane.submit(run)
 
     @property
     def is_done(self) -> bool:
         """Whether the callable has returned or raised."""
-        return self._done.is_set()
-
-    @property
-    def result(self) -> T | None:
-        """What it returned; None before, and if it raised."""
-        return self._result
+        return self._gate.query()
 
     def wait(self, timeout_s: float) -> bool:
         """Whether it is done after at most so long."""
-        return self._done.wait(timeout_s)
+        return self._gate.wait(timeout_s)
 
-    def run(self) -> None:
-        """On the reader thread."""
-        try:
-            self._result = self._work()
-        except Exception:
-            logger.exception("Reading stored KV failed.")
-        finally:
-            self._done.set()
+    def take_result(self) -> T | None:
+        """What it returned; None if it raised, which is logged, or never ran."""
+        error = self._gate.error
+        if error is not None and not isinstance(error, LaneClosedError):
+            logger.error("Reading stored KV failed.", exc_info=error)
+        return self._result.pop() if self._result else None
 
 
-class ReaderThread:
-    """Runs one callable at a time. All methods but `tick` are for one thread, the device thread."""
+class Reader:
+    """Runs one callable at a time, in order. For one thread, the device thread."""
 
     def __init__(
-        self, name: str, *, deadline_s: float, clock: Callable[[], float] = time.monotonic
+        self,
+        lanes: Lanes,
+        name: str,
+        *,
+        deadline_s: float,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Starts nothing: the thread begins with the first reading. `deadline_s` is the longest
-        time without a `tick`."""
+        """`deadline_s` is the longest time without a sign of life."""
+        self._lanes = lanes
+        self._name = name
         self._deadline_s = deadline_s
         self._clock = clock
-        self._ticked_at = clock()
-        self._last: Reading[object] | None = None
-        # Its users ask for a second reading ahead of the first at most, and for none if it hangs.
-        self._queue: queue.SimpleQueue[Reading[object] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._has_begun = False
+        self._asked: list[Reading[object]] = []  # on the present lane, not known to be done
+        self._hung: list[Reading[object]] = []  # the first one on each lane that was given up
+        self._take_lane()
 
-    def ask(self, work: Callable[[], T]) -> Reading[T]:
-        """Run `work` after what was asked for before."""
-        if not self.is_busy:
-            self.tick()
-        if not self._has_begun:
-            self._has_begun = True
-            self._thread.start()
-        reading = Reading(work)
-        self._last = reading  # type: ignore[assignment]  # whatever the result's type
-        self._queue.put(reading)  # type: ignore[arg-type]
+    def _take_lane(self) -> None:
+        self._lane = self._lanes.lane(self._name, max_pending=_MAX_PENDING)
+        self._pulse = _Pulse(self._clock)
+
+    def ask(self, work: Callable[[Callable[[], None]], T]) -> Reading[T] | None:
+        """Run `work(beat)` after what was asked for before; it calls `beat` as it gets on.
+
+        On a fresh lane if the present one hangs; None if too many have been given up, and hang.
+        """
+        if self.hangs and not self._give_up():
+            return None
+        if not self._asked:
+            self._pulse.beat()
+        reading = Reading(work, self._lane, self._pulse)
+        self._asked.append(reading)  # type: ignore[arg-type]  # whatever the result's type
         return reading
 
-    def tick(self) -> None:
-        """A part of the work is done; called by the work itself."""
-        self._ticked_at = self._clock()
+    def _give_up(self) -> bool:
+        """Take a fresh lane; whether there may be one more. What has begun on the old one goes on
+        with its own memory, which nobody else sees; the rest of it fails."""
+        self._hung = [reading for reading in self._hung if not reading.is_done]
+        if len(self._hung) >= MAX_HUNG_LANES:
+            return False
+        self._lane.close(timeout_s=0.0)
+        self._hung.append(self._asked[0])
+        self._asked.clear()
+        self._take_lane()
+        return True
 
     @property
     def is_busy(self) -> bool:
-        """Whether anything that was asked for is not done."""
-        return self._last is not None and not self._last.is_done
+        """Whether anything that was asked for is not done, also on lanes that were given up."""
+        self._forget_done()
+        return bool(self._asked) or not all(reading.is_done for reading in self._hung)
 
     @property
     def hangs(self) -> bool:
-        """Whether it is busy and has not ticked within the deadline."""
-        return self.is_busy and self._clock() - self._ticked_at > self._deadline_s
+        """Whether the present lane is busy, and has not got on within the deadline."""
+        self._forget_done()
+        return bool(self._asked) and self._pulse.age_s > self._deadline_s
+
+    def _forget_done(self) -> None:
+        self._asked = [reading for reading in self._asked if not reading.is_done]
 
     def wait(self, reading: Reading[T]) -> bool:
-        """Whether `reading` is done; False as soon as the thread hangs."""
-        while not reading.is_done:
-            left = self._ticked_at + self._deadline_s - self._clock()
-            if left < 0:
+        """Whether `reading` is done; False as soon as its lane has not got on within the deadline.
+
+        With lanes that know no time, False if it cannot end.
+        """
+        while True:
+            last_beat = reading.pulse.at
+            if reading.wait(max(self._deadline_s - reading.pulse.age_s, 0.0)):
+                return True
+            if reading.pulse.at == last_beat:
                 return False
-            reading.wait(left + 0.001)
-        return True
 
     def close(self) -> None:
-        """Let the thread end. Does not wait for it: it may hang."""
-        self._queue.put(None)
-
-    def _run(self) -> None:
-        while (reading := self._queue.get()) is not None:
-            self.tick()
-            reading.run()
-            self.tick()
+        """Take no more. Does not wait for what hangs."""
+        self._lane.close(timeout_s=0.0)

@@ -23,7 +23,7 @@ def index_of(engine: ExampleEngine) -> FolderIndex:
     index = engine.scheduler._index
     assert index is not None
     index.close()
-    index._thread.join()
+    assert index._look.wait(20)
     return index
 
 
@@ -57,9 +57,9 @@ def test_a_block_is_not_saved_before_its_load_has_filled_it(tmp_path: Path) -> N
         assert engine.match(request) == (24, False)
         index = index_of(engine)
         engine.give_blocks(request, num_external=24)
-        last = index.find(request.block_hashes[5])
+        last = index.known.find(request.block_hashes[5])
         assert last is not None
-        index._forget([last.folder])  # as the index thread may, in the middle of `schedule()`
+        index.known.forget([last.folder])  # as the index thread may, in the middle of `schedule()`
         engine.step({request: 1})
         assert not engine.invalid
         engine.check(request)

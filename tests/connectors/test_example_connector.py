@@ -257,7 +257,7 @@ def test_b48_hooks_may_come_twice_or_not_at_all(tmp_path: Path) -> None:
         assert bad == {block.block_id for block in request.blocks[:2]}, "no layer was loaded"
         report = worker.build_connector_worker_meta()
         assert report is not None
-        assert report.copied == tuple(save.save_id for save in metadata.saves)
+        assert report.copied == tuple((save.save_id, 0) for save in metadata.saves)
         assert worker.build_connector_worker_meta() is None
         worker.clear_connector_metadata()
 
@@ -312,7 +312,9 @@ def test_while_the_index_is_built_the_answer_is_none_until_the_deadline(
         gate.wait(20)
         return {}
 
-    monkeypatch.setattr("interlace.connectors.kv_folders.index.FolderIndex._bucket_stamps", hang)
+    monkeypatch.setattr(
+        "interlace.connectors.kv_folders.listing.FolderListing._bucket_stamps", hang
+    )
     with ExampleEngine(example_config(tmp_path, deadline_s=0.3)) as engine:
         request = engine.request(range(9))
         assert engine.scheduler.get_num_new_matched_tokens(request, 0) == (None, False)
@@ -361,7 +363,7 @@ def test_a_block_is_not_saved_in_the_step_that_loads_it(tmp_path: Path) -> None:
         index = engine.scheduler._index
         assert engine.admit(request) == 8
         assert index is not None
-        index._forget([str(folder) for folder in folders(tmp_path)])
+        index.known.forget([str(folder) for folder in folders(tmp_path)])
         step = engine.step({request: 1})
         assert not step.message.kv_connector_metadata.saves
         assert not engine.invalid

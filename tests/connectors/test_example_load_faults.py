@@ -16,7 +16,7 @@ import pytest
 from example_engine import ExampleEngine, example_config, folders, store
 
 from interlace.connectors.kv_folders.folders import KVFolders, Run
-from interlace.connectors.kv_folders.index import FolderIndex
+from interlace.connectors.kv_folders.listing import FolderListing
 from interlace.engine.request import Request, RequestStatus
 
 FIRST, SECOND = list(range(8)), list(range(16))
@@ -255,7 +255,7 @@ def test_only_what_is_really_damaged_is_removed(
         engine.check(request)
         assert engine.worker.counters.damaged_folders == 0
         assert engine.match(engine.request(PROMPT)) == (0, False), "not at once"
-        index._clock = lambda: time.monotonic() + 61
+        index.known._clock = lambda: time.monotonic() + 61
         engine.match_at_last(engine.request(PROMPT), 16)
     assert first.exists()
     assert second.exists()
@@ -354,18 +354,19 @@ def test_a_damaged_folder_that_cannot_be_removed_is_not_promised_again(
         end = time.monotonic() + 20
         while refreshes[0] < 3:
             assert time.monotonic() < end
+            engine.step()
             time.sleep(0.005)
         assert engine.match(engine.request(PROMPT))[0] in (8, 16)
 
 
 def _count_refreshes(engine: ExampleEngine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    refresh, count = FolderIndex.refresh, [0]
+    look, count = FolderListing.look, [0]
 
-    def counted(index: FolderIndex) -> None:
-        refresh(index)
+    def counted(listing: FolderListing) -> None:
+        look(listing)
         count[0] += 1
 
-    monkeypatch.setattr(FolderIndex, "refresh", counted)
+    monkeypatch.setattr(FolderListing, "look", counted)
     return count
 
 

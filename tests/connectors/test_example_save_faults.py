@@ -158,10 +158,10 @@ def test_b15_a_resumed_request_saves_under_the_hashes_of_all_its_tokens(tmp_path
         engine.preempt(request)
         engine.step(preempted=[request])
         engine.until(lambda: engine.scheduler.counters.blocks_saved == 9)
-        index = engine.scheduler._scheduler._index
+        known = engine.scheduler._scheduler._known
         for folder in folders(tmp_path):
             shutil.rmtree(folder)
-        engine.until(lambda: not any(h in index for h in request.block_hashes))
+        engine.until(lambda: not any(h in known for h in request.block_hashes))
         engine.give_blocks(request)
         engine.step({request: 37})
         engine.finish(request)
@@ -248,7 +248,7 @@ def test_a_consumer_has_no_writer_no_memory_for_copies_and_removes_nothing(
     monkeypatch.setattr(KVFolders, "remove_leftovers", never)
     with ExampleEngine(example_config(tmp_path, role="kv_consumer")) as engine:
         names = {thread.name for thread in threading.enumerate()}
-        assert "interlace-kv-writer" not in names
+        assert "interlace-lane-store" not in names
         assert engine.run(PROMPT) == 8
 
 
@@ -370,9 +370,7 @@ def writer_of(engine: ExampleEngine) -> FolderWriter:
 
 
 def _wait_for_the_writer(engine: ExampleEngine) -> None:
-    done = threading.Event()
-    writer_of(engine)._queue.put(done.set)
-    assert done.wait(20)
+    assert writer_of(engine)._lane.record().wait(20)
 
 
 def test_truth_before_sharing_a_bad_block_beneath_drops_the_saves_of_every_sharer(
@@ -475,7 +473,7 @@ def test_an_engine_that_closes_writes_what_was_allowed_and_nothing_else(
         threading.Timer(0.05, gate.opened.set).start()
         engine.close()
         engine.close()
-        assert not writer_of(engine)._thread.is_alive()
+        assert "interlace-lane-store" not in {thread.name for thread in threading.enumerate()}
     with ExampleEngine(example_config(tmp_path)) as engine:
         assert engine.run(PROMPT) == 8
         assert engine.match(engine.request(range(50, 59))) == (0, False)

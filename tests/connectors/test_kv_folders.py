@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +24,8 @@ from interlace.connectors.kv_folders.counters import Tally
 from interlace.connectors.kv_folders.folders import KVFolders, Run, Signature
 from interlace.connectors.kv_folders.identity import KVIdentity
 from interlace.connectors.kv_folders.index import FolderIndex
+from interlace.connectors.kv_folders.known import KnownFolders
+from interlace.connectors.kv_folders.listing import FolderListing
 from interlace.connectors.kv_folders.manifest import Manifest
 from interlace.connectors.kv_folders.pages import DevicePages, HostPages
 from interlace.connectors.kv_folders.staging import StagingPool
@@ -33,6 +36,7 @@ from interlace.connectors.kv_folders.tensor_file import (
     write_tensor,
 )
 from interlace.engine.config import EngineConfig, ModelConfig
+from interlace.layers.virtual_lanes import Policy, VirtualLanes
 
 SRC = str(Path(__file__).resolve().parents[2] / "src")
 IDENTITY = KVIdentity(model="ab" * 32, dtype="float32", block_size=4)
@@ -60,8 +64,24 @@ def store(tmp_path: Path) -> KVFolders:
     return store
 
 
-def an_index(store: KVFolders) -> FolderIndex:
-    return FolderIndex(store, Tally(), refresh_s=1.0, deadline_s=5.0)
+class Index(KnownFolders):
+    """What is known of a directory, and how to look at it."""
+
+    def __init__(
+        self,
+        store: KVFolders,
+        tally: Tally | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        super().__init__(1, clock)
+        self.refresh = FolderListing([store], self, tally or Tally()).look
+
+    def publish(self, folder: Path, hashes: Sequence[bytes]) -> None:
+        self.add(0, str(folder), hashes)
+
+
+def an_index(store: KVFolders) -> Index:
+    return Index(store)
 
 
 @given(
@@ -339,7 +359,7 @@ def test_foreign_folders_are_counted_and_left_alone(store: KVFolders) -> None:
     run = dataclasses.replace(a_run(1, 1), rows=rows)
     folder, _ = other.publish(*other.write(run))
     tally = Tally()
-    index = FolderIndex(store, tally, refresh_s=1.0, deadline_s=5.0)
+    index = Index(store, tally)
     for _ in range(3):
         index.refresh()
     assert index.find(block_hash(1)) is None
@@ -387,7 +407,7 @@ def test_after_a_refresh_the_index_is_what_lies_there(
             there[path] = manifest.block_hashes
             dropped.discard(path)
             if action == "own":
-                index.add(str(path), manifest.block_hashes)
+                index.publish(path, manifest.block_hashes)
         elif action == "remove" and path in there:
             assert store.remove(path, store.signature(path))
             del there[path]
@@ -409,14 +429,9 @@ def test_the_index_says_once_what_it_cannot_look_up(
     (tmp_path / "file").write_text("")
     tally = Tally()
     store = KVFolders(tmp_path / "file", IDENTITY)
-    index = FolderIndex(store, tally, refresh_s=0.001, deadline_s=60.0)
-    index.start()
-    end = time.monotonic() + 20
-    while not index.is_ready:
-        assert time.monotonic() < end
-    time.sleep(0.02)
-    index.close()
-    index._thread.join(20)
+    index = Index(store, tally)
+    for _ in range(3):
+        index.refresh()
     assert len(caplog.records) == 1
     assert "none of it is loaded" in caplog.text
 
@@ -432,23 +447,23 @@ def test_a_folder_that_could_not_be_looked_into_is_looked_at_again(
     folders = [store.publish(*store.write(a_run(first, 2)))[0] for first in (1, 11, 21)]
     for folder in folders:
         os.utime(folder.parent, (1, 1))
-    check = KVFolders.check
+    check = KVFolders.check_files
 
-    def failing(own: KVFolders, folder: Path) -> Manifest:
+    def failing(own: KVFolders, folder: Path, manifest: Manifest) -> None:
         if folder == folders[1]:
             raise error
-        return check(own, folder)
+        check(own, folder, manifest)
 
     index = an_index(store)
     with monkeypatch.context() as patch:
-        patch.setattr(KVFolders, "check", failing)
+        patch.setattr(KVFolders, "check_files", failing)
         for _ in range(3):
             index.refresh()
     assert [block_hash(n) in index for n in (1, 11, 21)] == [True, False, True]
     assert len(caplog.records) == 1
     index.refresh()
     assert block_hash(11) in index
-    monkeypatch.setattr(KVFolders, "check", None)  # nothing is looked into twice
+    monkeypatch.setattr(KVFolders, "check_files", None)  # nothing is looked into twice
     index.refresh()
 
 
@@ -466,13 +481,13 @@ def test_what_cannot_be_listed_hides_nothing_else_and_keeps_what_was_known_of_it
         return scandir(path)
 
     with monkeypatch.context() as patch:
-        patch.setattr("interlace.connectors.kv_folders.index.os.scandir", failing)
+        patch.setattr("interlace.connectors.kv_folders.listing.os.scandir", failing)
         index.refresh()
         assert block_hash(3) in index
         assert block_hash(1) not in index
     index.refresh()
     assert all(block_hash(n) in index for n in range(1, 6))
-    monkeypatch.setattr("interlace.connectors.kv_folders.index.os.scandir", failing)
+    monkeypatch.setattr("interlace.connectors.kv_folders.listing.os.scandir", failing)
     index.refresh()
     assert all(block_hash(n) in index for n in range(1, 6))
 
@@ -496,12 +511,12 @@ def test_strays_named_like_buckets_and_folders_hide_nothing(store: KVFolders, ki
 
 def test_a_ban_ends_with_its_time_or_with_the_folder(store: KVFolders) -> None:
     now = [0.0]
-    index = FolderIndex(store, Tally(), refresh_s=1.0, deadline_s=5.0, clock=lambda: now[0])
+    index = Index(store, clock=lambda: now[0])
     folder, manifest = store.publish(*store.write(a_run(1, 2)))
     os.utime(folder.parent, (1, 1))
     index.refresh()
     index.drop(str(folder), store.signature(folder), 60.0)
-    index.add(str(folder), manifest.block_hashes)
+    index.publish(folder, manifest.block_hashes)
     index.refresh()
     assert block_hash(1) not in index
     now[0] = 61.0
@@ -523,9 +538,123 @@ def test_the_same_block_twice_is_damage_and_never_breaks_the_index(store: KVFold
     with pytest.raises(DamagedFileError, match="the same block twice"):
         Manifest.from_bytes(twice.to_bytes())
     index = an_index(store)
-    index.add(str(folder), twice.block_hashes)
+    index.publish(folder, twice.block_hashes)
     index.drop(str(folder), store.signature(folder))
     assert block_hash(1) not in index
+
+
+# ---------------------------------------------------------------- when the index looks
+
+
+class Hands:
+    """A clock that a test turns."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def a_timed_index(store: KVFolders, policy: Policy) -> tuple[FolderIndex, Hands, VirtualLanes]:
+    lanes, hands = VirtualLanes(0, policy, polls_per_work=8), Hands()
+    return (
+        FolderIndex([store], Tally(), lanes, refresh_s=1.0, deadline_s=5.0, clock=hands),
+        hands,
+        lanes,
+    )
+
+
+def ready(index: FolderIndex) -> bool:
+    return index.is_ready
+
+
+def _ask_until_ready(index: FolderIndex) -> None:
+    """Asking lets the lane advance."""
+    assert any(ready(index) for _ in range(20))
+
+
+def test_the_first_answer_waits_for_the_first_look_and_for_no_longer_than_the_deadline(
+    store: KVFolders,
+) -> None:
+    index, _, lanes = a_timed_index(store, "lazy")
+    assert not ready(index)
+    _ask_until_ready(index)
+    assert list(lanes.trace) == ["index#1"]
+    index, hands, lanes = a_timed_index(store, "lazy")
+    hands.now = 4.9
+    assert not ready(index)
+    hands.now = 5.0
+    assert ready(index)
+    assert not lanes.trace
+
+
+def test_a_look_is_asked_for_when_it_is_due_and_one_at_a_time(store: KVFolders) -> None:
+    index, hands, lanes = a_timed_index(store, "eager")
+    for _ in range(10):
+        index.keep_fresh()
+        assert ready(index)
+        hands.now += 0.25
+    assert list(lanes.trace) == ["index#1", "index#2", "index#3"]
+    index.close()
+    hands.now += 100.0
+    index.keep_fresh()
+    assert len(lanes.trace) == 3
+    index, hands, lanes = a_timed_index(store, "lazy")
+    for _ in range(3):
+        index.keep_fresh()
+        hands.now += 10.0
+    assert lanes.pending == ["index#1"]
+
+
+def test_after_a_long_time_without_questions_the_answer_is_looked_up_first(
+    store: KVFolders,
+) -> None:
+    index, hands, lanes = a_timed_index(store, ("index",))
+    _ask_until_ready(index)
+    store.publish(*store.write(a_run(1, 2)))
+    hands.now += 1.5
+    assert ready(index), "known well enough, while it looks"
+    assert lanes.pending
+    assert block_hash(1) not in index.known
+    lanes.drain()
+    assert block_hash(1) in index.known
+    index, hands, lanes = a_timed_index(store, "lazy")
+    lanes.drain()
+    hands.now += 100.0
+    assert not ready(index), "others may have stored more since"
+    hands.now += 5.0
+    assert ready(index), "and may hang now"
+    assert lanes.pending
+
+
+def test_closing_the_index_waits_for_no_look_that_hangs(store: KVFolders) -> None:
+    lanes = VirtualLanes(0, "lazy")
+    index = FolderIndex([store], Tally(), lanes, refresh_s=1.0, deadline_s=5.0)
+    index.close()
+    assert not lanes.pending
+    index.close()
+
+
+def test_a_block_is_known_if_all_ranks_have_it(tmp_path: Path) -> None:
+    stores = [
+        KVFolders(tmp_path, dataclasses.replace(IDENTITY, rank=r, world_size=2)) for r in (0, 1)
+    ]
+    known = KnownFolders(2, time.monotonic)
+    listing = FolderListing(stores, known, Tally())
+    paths = []
+    for one in stores:
+        assert block_hash(2) not in known
+        paths.append(one.publish(*one.write(a_run(1, 3)))[0])
+        listing.look()
+    assert block_hash(2) in known
+    assert [known.find(block_hash(2), rank) for rank in (0, 1)] == [(str(p), 1) for p in paths]
+    longer, _ = stores[1].publish(*stores[1].write(a_run(2, 3)))
+    listing.look()
+    assert block_hash(4) not in known, "the other rank lacks it"
+    assert known.drop(str(paths[1]), stores[1].signature(paths[1])) == [block_hash(1)]
+    assert known.find(block_hash(2), 1) == (str(longer), 0), "its other place"
+    listing.look()
+    assert block_hash(1) not in known
 
 
 # ---------------------------------------------------------------- memory

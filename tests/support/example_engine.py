@@ -27,6 +27,8 @@ from interlace.engine.kv_connector import (
     KVConnectorOutput,
     KVConnectorRole,
 )
+from interlace.engine.kv_output_aggregator import KVOutputAggregator
+from interlace.engine.ports import Lanes
 from interlace.engine.request import Request, RequestStatus
 from interlace.engine.sampling_params import SamplingParams
 from interlace.engine.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
@@ -37,9 +39,9 @@ PATIENCE_S = 20.0
 LAYERS = ("model.layers.0.self_attn.attn", "model.layers.1.self_attn.attn")
 
 
-def token_kv(before: float, token: int, layer: int) -> float:
+def token_kv(before: float, token: int, layer: int, rank: int = 0) -> float:
     """Exact in float32 and in bfloat16."""
-    return float(zlib.crc32(f"{before} {token} {layer}".encode()) % 251 + 1)
+    return float(zlib.crc32(f"{before} {token} {layer} {rank}".encode()) % 251 + 1)
 
 
 def example_config(
@@ -48,6 +50,8 @@ def example_config(
     role: KVRole = "kv_both",
     dtype: str = "float32",
     identity: str = "",
+    num_workers: int = 1,
+    lanes: Lanes | None = None,
     **options: Any,
 ) -> EngineConfig:
     """A resolved configuration; `options` are the connector's own."""
@@ -67,8 +71,10 @@ def example_config(
         seed=0,
         model_identity=identity,
     )
-    config = EngineConfig(block_size=BLOCK_SIZE, kv_transfer_config=transfer)
-    return config.resolved(model, num_gpu_blocks_override=256)
+    config = EngineConfig(
+        block_size=BLOCK_SIZE, kv_transfer_config=transfer, tensor_parallel_size=num_workers
+    )
+    return config.resolved(model, lanes=lanes, num_gpu_blocks_override=256)
 
 
 @dataclasses.dataclass
@@ -80,17 +86,32 @@ class Step:
 
 
 class ExampleEngine:
-    """Both sides of one ExampleConnector, pages, and the block tables of some requests."""
+    """Both sides of one ExampleConnector, pages, and the block tables of some requests.
+
+    `worker` and `pages` are those of rank 0; each other rank has different KV for a token.
+    """
 
     def __init__(self, config: EngineConfig, *, num_blocks: int = 256) -> None:
         dtype = getattr(torch, config.model_config.dtype if config.model_config else "float32")
         self.shape = (num_blocks, 2, BLOCK_SIZE, 1, 2)
-        self.pages = {name: torch.zeros(self.shape, dtype=dtype) for name in LAYERS}
+        num_workers = config.parallel_config.world_size
+        self.all_pages = [
+            {name: torch.zeros(self.shape, dtype=dtype) for name in LAYERS}
+            for _ in range(num_workers)
+        ]
+        self.pages = self.all_pages[0]
         spec = FullAttentionSpec(BLOCK_SIZE, 1, 2, dtype, BLOCK_SIZE * 4 * dtype.itemsize)
         cache = KVCacheConfig(num_blocks, (KVCacheGroupSpec(LAYERS, spec),))
         self.scheduler = ExampleConnector(config, KVConnectorRole.SCHEDULER, cache)
-        self.worker = ExampleConnector(config, KVConnectorRole.WORKER, cache)
-        self.worker.register_kv_caches(self.pages)
+        self.workers = [
+            ExampleConnector(config.for_rank(rank), KVConnectorRole.WORKER, cache)
+            for rank in range(num_workers)
+        ]
+        for worker, pages in zip(self.workers, self.all_pages, strict=True):
+            worker.register_kv_caches(pages)
+        self.worker = self.workers[0]
+        self._aggregator = KVOutputAggregator(num_workers)
+        self._loading: set[str] = set()
         self.free = list(range(1, num_blocks))
         self.held: dict[str, Request] = {}
         self.num_computed: dict[str, int] = {}
@@ -115,7 +136,8 @@ class ExampleEngine:
         self.close()
 
     def close(self) -> None:
-        self.worker.shutdown()
+        for worker in self.workers:
+            worker.shutdown()
         self.scheduler.shutdown()
 
     # ---------------------------------------------------------------- requests
@@ -165,6 +187,8 @@ class ExampleEngine:
     def allocated(self, request: Request, num_external: int) -> None:
         blocks = KVCacheBlocks((request.blocks,))
         self.scheduler.update_state_after_alloc(request, blocks, num_external)
+        if num_external and self.scheduler.options.load_async:
+            self._loading.add(request.request_id)
 
     def preempt(self, request: Request) -> None:
         """Its blocks go; the next plan tells."""
@@ -193,8 +217,9 @@ class ExampleEngine:
     def release(self, request: Request) -> None:
         """Hand the blocks on, and paint them, so that late reads and writes show."""
         for block in request.blocks:
-            for pages in self.pages.values():
-                pages[block.block_id] = 255
+            for pages in self.all_pages:
+                for layer in pages.values():
+                    layer[block.block_id] = 255
             self.free.append(block.block_id)
         request.blocks = []
 
@@ -241,9 +266,11 @@ class ExampleEngine:
             finished_req_ids=frozenset(self._finished),
             preempted_req_ids=frozenset(r.request_id for r in preempted),
             sampling_req_ids=frozenset(),
+            async_loading_req_ids=frozenset(self._loading),
         )
         metadata = self.scheduler.build_connector_meta(message)
         self._finished.clear()
+        self._loading.clear()
         self._new = [request for request in self._new if request not in work]
         for request, count in work.items():
             self.num_computed[request.request_id] += count
@@ -253,7 +280,14 @@ class ExampleEngine:
 
     def execute(self, step: Step, tokens: Mapping[str, Sequence[int]] | None = None) -> None:
         """The device's part. `tokens`: all of a request's tokens, if not those it knows now."""
-        worker, metadata = self.worker, step.message.kv_connector_metadata
+        self._aggregator.begin_step(step.message)
+        outputs = [self._execute(step, rank, tokens) for rank in range(len(self.workers))]
+        step.output = self._aggregator.aggregate(outputs) or KVConnectorOutput()
+
+    def _execute(
+        self, step: Step, rank: int, tokens: Mapping[str, Sequence[int]] | None
+    ) -> KVConnectorOutput:
+        worker, metadata = self.workers[rank], step.message.kv_connector_metadata
         worker.handle_preemptions(metadata)
         worker.bind_connector_metadata(metadata)
         has_tokens = step.message.total_num_scheduled_tokens > 0
@@ -264,32 +298,34 @@ class ExampleEngine:
                 worker.wait_for_layer_load(name)
                 for request, count in self._work.items():
                     known = (tokens or {}).get(request.request_id, request.all_token_ids)
-                    self._compute(step, request, count, layer, known)
-                worker.save_kv_layer(name, self.pages[name], None)
+                    self._compute(request, count, layer, rank, known)
+                worker.save_kv_layer(name, self.all_pages[rank][name], None)
             worker.wait_for_save()
         sending, receiving = worker.get_finished(set(step.message.finished_req_ids))
-        step.output = KVConnectorOutput(
+        output = KVConnectorOutput(
             finished_sending=sending,
             finished_recving=receiving,
             invalid_block_ids=worker.get_block_ids_with_load_errors(),
+            kv_connector_stats=worker.get_kv_connector_stats(),
             kv_connector_worker_meta=worker.build_connector_worker_meta(),
         )
         worker.clear_connector_metadata()
+        return output
 
     def _compute(
-        self, step: Step, request: Request, count: int, layer: int, tokens: Sequence[int]
+        self, request: Request, count: int, layer: int, rank: int, tokens: Sequence[int]
     ) -> None:
         end = self.num_computed[request.request_id]
         for position in range(end - count, end):
-            before = self.kv(request, position - 1, layer) if position else 0.0
+            before = self.kv(request, position - 1, layer, rank) if position else 0.0
             block = request.blocks[position // BLOCK_SIZE].block_id
-            value = token_kv(before, tokens[position], layer)
-            self.pages[LAYERS[layer]][block, :, position % BLOCK_SIZE] = value
+            value = token_kv(before, tokens[position], layer, rank)
+            self.all_pages[rank][LAYERS[layer]][block, :, position % BLOCK_SIZE] = value
 
-    def kv(self, request: Request, position: int, layer: int) -> float:
+    def kv(self, request: Request, position: int, layer: int, rank: int = 0) -> float:
         """What lies in the slot of a token."""
         block = request.blocks[position // BLOCK_SIZE].block_id
-        slot = self.pages[LAYERS[layer]][block, :, position % BLOCK_SIZE]
+        slot = self.all_pages[rank][LAYERS[layer]][block, :, position % BLOCK_SIZE]
         assert (slot == slot.flatten()[0]).all()
         return float(slot.flatten()[0])
 
@@ -362,11 +398,13 @@ class ExampleEngine:
 
     def check(self, request: Request, num_tokens: int | None = None) -> None:
         """All KV of the request is right: the oracle."""
-        for layer in range(len(LAYERS)):
-            value = 0.0
-            for position, token in enumerate(request.all_token_ids[:num_tokens]):
-                value = token_kv(value, token, layer)
-                assert self.kv(request, position, layer) == value, (position, layer)
+        for rank in range(len(self.workers)):
+            for layer in range(len(LAYERS)):
+                value = 0.0
+                for position, token in enumerate(request.all_token_ids[:num_tokens]):
+                    value = token_kv(value, token, layer, rank)
+                    found = self.kv(request, position, layer, rank)
+                    assert found == value, (position, layer, rank)
 
 
 def folders(root: Path) -> list[Path]:
