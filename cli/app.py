@@ -15,6 +15,7 @@ import typer
 
 from interlace.cli import bench
 from interlace.cli.chat import chat
+from interlace.cli.info import info
 from interlace.cli.screen import harmless
 from interlace.engine.errors import InterlaceError
 
@@ -29,6 +30,7 @@ app = typer.Typer(
 
 # One line per command; each has a module of its own.
 app.command()(chat)
+app.command()(info)
 app.add_typer(bench.app)
 
 

@@ -1,4 +1,4 @@
-"""Dummy models on a GPU: the CPU's own numbers, made there, and a clear word when they don't fit."""
+"""Dummy models on a GPU: the CPU's own numbers, made there; what does not fit is refused."""
 
 from __future__ import annotations
 
