@@ -25,7 +25,7 @@ from interlace.connectors.conformance.load_judge import LoadJudge
 from interlace.connectors.conformance.load_ledger import LoadLedger
 from interlace.connectors.conformance.mutation import MetadataCleared, Mutation
 from interlace.connectors.conformance.oracle import MIN_MARGIN, Oracle
-from interlace.connectors.conformance.page_watch import PageWatch
+from interlace.connectors.conformance.page_watch import PageWatch, Painter
 from interlace.connectors.conformance.pages import Pages
 from interlace.connectors.conformance.parts import Parts, open_parts
 from interlace.connectors.conformance.repeated_queries import RepeatedQueries
@@ -129,7 +129,7 @@ class Harness:
         self.scheduler = self.parts.scheduler
         self.pages = Pages(self.parts.pages, self.truth.paint_numbers)
         self.block_size = self.scheduler.kv_cache.block_size
-        self.pages.paint_what_is_handed_out(self.scheduler.kv_cache.pool)
+        self.pages.follow(self.scheduler.kv_cache.pool)
         self._make_detectors()
         self.watch.findings.raise_first()
 
@@ -165,6 +165,7 @@ class Harness:
             self._mutation,
             MetadataCleared(watch, lambda rank: self.parts.worker_sides[rank]),
             PageWatch(watch, pages, self.ledger),
+            Painter(watch, pages),
             HoldUps(watch, self.lanes, pages, self.ledger),
             RepeatedQueries(watch, self.parts.scheduler_side, self.shape.query_repeats),
             self.ledger,
@@ -253,6 +254,7 @@ class Harness:
         if output is not None:
             self._inflight.append(output)
             self.newest_output = output
+            self.pages.planned(output.step_id)
             self.promises.planned(output, self.requests)
         return output
 

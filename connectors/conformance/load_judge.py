@@ -30,6 +30,15 @@ class LoadJudge(Detector):
     Verdicts fall when the worker has said which blocks are lost.
     """
 
+    hooks = frozenset(
+        (
+            "start_load_kv",
+            "wait_for_layer_load",
+            "get_finished",
+            "get_block_ids_with_load_errors",
+        )
+    )
+
     def __init__(
         self,
         watch: Watch,

@@ -49,6 +49,18 @@ class Load:
 class LoadLedger(Detector):
     """See the module's docstring. `block_size` is in tokens."""
 
+    hooks = frozenset(
+        (
+            "get_num_new_matched_tokens",
+            "update_state_after_alloc",
+            "build_connector_meta",
+            "request_finished",
+            "request_finished_all_groups",
+            "get_finished",
+            "get_block_ids_with_load_errors",
+        )
+    )
+
     def __init__(
         self,
         watch: Watch,

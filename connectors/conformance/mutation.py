@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from interlace.connectors.base import KVConnectorBase_V1
@@ -27,6 +27,8 @@ _REQUEST_HOOKS = (
 
 class Mutation(Detector):
     """Compares scheduler outputs and requests before and after the hooks that get them."""
+
+    hooks = frozenset(("build_connector_meta", *_REQUEST_HOOKS))
 
     def __init__(self, watch: Watch) -> None:
         self._watch = watch
@@ -69,6 +71,8 @@ class Mutation(Detector):
 class MetadataCleared(Detector):
     """When `clear_connector_metadata` has run, nothing is bound."""
 
+    hooks = frozenset(("clear_connector_metadata",))
+
     def __init__(self, watch: Watch, worker_of: Callable[[int], KVConnectorBase_V1]) -> None:
         """`worker_of`: rank -> the instance."""
         self._watch = watch
@@ -76,7 +80,7 @@ class MetadataCleared(Detector):
 
     def after(self, call: HookCall) -> None:
         """See `Detector`."""
-        if call.hook != "clear_connector_metadata" or call.error is not None:
+        if call.error is not None:
             return
         self._watch.evidence["cleared"] += 1
         worker = self._worker_of(call.rank)
@@ -90,13 +94,12 @@ class MetadataCleared(Detector):
 def _picture(call: HookCall) -> Any:
     if call.hook == "build_connector_meta":
         return _freeze_output(call.args[0])
-    if call.hook in _REQUEST_HOOKS:
-        return _freeze_request(call.args[0])
-    return None
+    return _freeze_request(call.args[0])
 
 
-def _freeze_output(output: SchedulerOutput) -> tuple[object, ...]:
-    return tuple(_freeze(getattr(output, name)) for name in _OUTPUT_FIELDS)
+def _freeze_output(output: SchedulerOutput) -> tuple[str, ...]:
+    """As text, which is made fast and stays what it is."""
+    return tuple(repr(getattr(output, name)) for name in _OUTPUT_FIELDS)
 
 
 def _freeze_request(request: Request) -> tuple[object, ...]:
@@ -111,17 +114,3 @@ def _freeze_request(request: Request) -> tuple[object, ...]:
         request.status,
         request.cache_salt,
     )
-
-
-def _freeze(value: object) -> object:
-    """What can be compared later, whatever happens to `value`."""
-    match value:
-        case Mapping():
-            return tuple((key, _freeze(one)) for key, one in value.items())
-        case list() | tuple():
-            return tuple(_freeze(one) for one in value)
-        case set() | frozenset():
-            return frozenset(value)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return tuple(_freeze(getattr(value, field.name)) for field in dataclasses.fields(value))
-    return value if isinstance(value, str | int | float | bytes | None) else repr(value)

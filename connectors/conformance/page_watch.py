@@ -19,6 +19,8 @@ class _Write(NamedTuple):
     rank: int
     layer: str
     block_id: int
+    is_nudge: bool
+    """Whether only last bits changed: those that `Pages.nudge` has changed were written again."""
 
 
 class PageWatch(Detector):
@@ -28,15 +30,13 @@ class PageWatch(Detector):
         self._watch = watch
         self._pages = pages
         self._ledger = ledger
-        self._seen: list[dict[str, Bits]] = [
-            {name: bits.copy() for name, bits in layers.items()} for layers in pages.layers
-        ]
+        self._seen = self._look()
         self._writers: list[str] = []
         """Who runs, the innermost last."""
 
     def before(self, call: HookCall) -> None:
         """See `Detector`."""
-        self._enter(f"{call.connector}.{call.hook}", call.hook)
+        self._enter(f"{call.connector}.{call.hook}")
 
     def after(self, call: HookCall) -> None:
         """See `Detector`."""
@@ -44,48 +44,46 @@ class PageWatch(Detector):
 
     def before_work(self, label: str) -> None:
         """See `Detector`."""
-        self._enter(f"work {label}", label)
+        self._enter(f"work {label}")
 
     def after_work(self, label: str) -> None:
         """See `Detector`."""
         self._leave()
 
-    def _enter(self, writer: str, hook: str) -> None:
+    def _enter(self, writer: str) -> None:
         if self._writers:
             self._compare(self._writers[-1])
         else:
-            self._take_over()
+            self._seen = self._look()  # what the engine wrote since is its own affair
         self._writers.append(writer)
 
     def _leave(self) -> None:
         if self._writers:
             self._compare(self._writers.pop())
 
-    def _take_over(self) -> None:
-        """What the engine wrote since is its own affair."""
-        for seen, layers in zip(self._seen, self._pages.layers, strict=True):
-            for name, bits in layers.items():
-                np.copyto(seen[name], bits)
+    def _look(self) -> list[dict[str, bytes]]:
+        """All pages: copies of bytes are what can be made and compared fastest."""
+        return [
+            {name: bits.tobytes() for name, bits in layers.items()} for layers in self._pages.layers
+        ]
 
     def _compare(self, writer: str) -> None:
-        for write in self._writes():
-            self._judge(write, writer)
-        self._take_over()
+        now = self._look()
+        if now != self._seen:
+            for write in self._writes(now):
+                self._judge(write, writer)
+        self._seen = now
 
-    def _writes(self) -> Iterator[_Write]:
-        for rank, layers in enumerate(self._pages.layers):
-            for name, bits in layers.items():
-                if np.array_equal(bits, self._seen[rank][name]):
+    def _writes(self, now: list[dict[str, bytes]]) -> Iterator[_Write]:
+        for rank, layers in enumerate(now):
+            for name, found in layers.items():
+                before = self._seen[rank][name]
+                if found == before:
                     continue
-                changed = (bits != self._seen[rank][name]).reshape(len(bits), -1).any(axis=1)
-                for block_id in np.flatnonzero(changed).tolist():
-                    yield _Write(rank, name, block_id)
-
-    def _is_a_repetition(self, write: _Write) -> bool:
-        """Whether it wrote what was loaded there before: only the last bits were changed since."""
-        now = self._pages.layers[write.rank][write.layer][write.block_id]
-        changes = now ^ self._seen[write.rank][write.layer][write.block_id]
-        return bool(np.isin(changes, (0, 1)).all())
+                shape = (len(self._pages.layers[rank][name]), -1)
+                changes = _numbers(found, shape) ^ _numbers(before, shape)
+                for block_id in np.flatnonzero(changes.any(axis=1)).tolist():
+                    yield _Write(rank, name, block_id, is_nudge=bool((changes[block_id] < 2).all()))
 
     def _judge(self, write: _Write, writer: str) -> None:
         ledger = self._ledger
@@ -98,7 +96,7 @@ class PageWatch(Detector):
                 "layer-loads-complete",
                 f"{writer} wrote to {where}: wait_for_layer_load had returned for that layer.",
             )
-        elif ledger.was_loaded(write.block_id) and self._is_a_repetition(write):
+        elif ledger.was_loaded(write.block_id) and write.is_nudge:
             self._watch.findings.add(
                 "plan-reset",
                 f"{writer} wrote to {where}, again: its load was complete and had ended.",
@@ -108,3 +106,23 @@ class PageWatch(Detector):
                 "loads-write-only-their-blocks",
                 f"{writer} wrote to {where}: no load into that block is under way.",
             )
+
+
+class Painter(Detector):
+    """Paints blocks that were handed on when no connector may read them any more."""
+
+    hooks = frozenset(("handle_preemptions",))
+
+    def __init__(self, watch: Watch, pages: Pages) -> None:
+        self._watch = watch
+        self._pages = pages
+
+    def after(self, call: HookCall) -> None:
+        """See `Detector`."""
+        is_last = call.rank == len(self._pages.layers) - 1
+        if is_last:
+            self._pages.paint(self._watch.step_id)
+
+
+def _numbers(found: bytes, shape: tuple[int, int]) -> Bits:
+    return np.frombuffer(found, dtype=np.int64).reshape(shape)

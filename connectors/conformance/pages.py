@@ -1,7 +1,8 @@
 """The engine's KV pages as bits: what a block holds, what was painted on it, what was written.
 
-Blocks are painted when the pool hands them out, with a NaN that tells when and where that was. So
-a slot that nobody wrote shows, and so does one that was read after its block was handed on.
+Blocks that the pool hands out are painted, with a NaN that tells when and where that was. So a slot
+that nobody wrote shows, and so does one that was read after its block was handed on. That is in the
+step for which they were handed out, when its `handle_preemptions` has ended what still reads them.
 """
 
 from __future__ import annotations
@@ -47,29 +48,37 @@ class Pages:
         self.generation: dict[int, int] = {}
         """Block id -> the number of its paint since it was handed out."""
         self._numbers = numbers
+        self._handed_out: list[int] = []
+        self._of_step: dict[int, list[int]] = {}
 
     @property
     def attention_layers(self) -> list[str]:
         """Names of the layers that keep K and V, in order of depth."""
         return [name for name, bits in self.layers[0].items() if bits.ndim == 5]
 
-    def paint_what_is_handed_out(self, pool: BlockPool) -> None:
-        """From now on paint each block when `pool` hands it out."""
+    def follow(self, pool: BlockPool) -> None:
+        """From now on note each block that `pool` hands out."""
         get_new_blocks = pool.get_new_blocks
 
-        def painting(num_blocks: int) -> list[KVCacheBlock]:
+        def noting(num_blocks: int) -> list[KVCacheBlock]:
             blocks = get_new_blocks(num_blocks)
             for block in blocks:
-                self._paint(block.block_id)
+                self.generation[block.block_id] = next(self._numbers)
+                self._handed_out.append(block.block_id)
             return blocks
 
-        pool.get_new_blocks = painting  # type: ignore[method-assign]
+        pool.get_new_blocks = noting  # type: ignore[method-assign]
 
-    def _paint(self, block_id: int) -> None:
-        self.generation[block_id] = next(self._numbers)
-        for layers in self.layers:
-            for bits in layers.values():
-                bits[block_id] = self._paint_of(block_id)
+    def planned(self, step_id: int) -> None:
+        """A step was planned: what was handed out since the one before is for it."""
+        self._of_step[step_id], self._handed_out = self._handed_out, []
+
+    def paint(self, step_id: int) -> None:
+        """Paint the blocks that were handed out for this step."""
+        for block_id in self._of_step.pop(step_id, ()):
+            for layers in self.layers:
+                for bits in layers.values():
+                    bits[block_id] = self._paint_of(block_id)
 
     def _paint_of(self, block_id: int) -> int:
         return _PAINTED | self.generation.get(block_id, 0) << _BLOCK_BITS | block_id

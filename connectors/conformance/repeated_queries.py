@@ -11,6 +11,8 @@ class RepeatedQueries(Detector):
     """Before each query of the engine's the same is asked so many times, and after it the answers
     are compared. The engine's query is the last, as it must be before an allocation."""
 
+    hooks = frozenset(("get_num_new_matched_tokens",))
+
     def __init__(self, watch: Watch, scheduler_side: KVConnectorBase_V1, num_repeats: int) -> None:
         self._watch = watch
         self._side = scheduler_side
@@ -19,8 +21,6 @@ class RepeatedQueries(Detector):
 
     def before(self, call: HookCall) -> None:
         """See `Detector`."""
-        if call.hook != "get_num_new_matched_tokens":
-            return
         self._answers = []
         for _ in range(self._num_repeats):
             try:
@@ -35,7 +35,7 @@ class RepeatedQueries(Detector):
 
     def after(self, call: HookCall) -> None:
         """See `Detector`."""
-        if call.hook != "get_num_new_matched_tokens" or not self._answers or call.error is not None:
+        if not self._answers or call.error is not None:
             return
         known = [one for one in (*self._answers, call.answer) if not _is_unknown(one)]
         if any(one != known[0] for one in known):

@@ -43,7 +43,8 @@ class Scenario:
     play: Callable[[Stage], None]
     adopts: frozenset[str] = frozenset()
     """Properties whose violations count as this one's here, unless they were violated before."""
-    adopts_all: bool = False
+    in_many_orders: bool = False
+    """Whether it is worth more than one order of lanes at each depth."""
 
 
 @dataclasses.dataclass

@@ -32,6 +32,8 @@ class StoredTruth:
 class Promises(Detector):
     """Holds match queries to the truth."""
 
+    hooks = frozenset(("get_num_new_matched_tokens",))
+
     def __init__(
         self,
         watch: Watch,
@@ -70,7 +72,7 @@ class Promises(Detector):
 
     def after(self, call: HookCall) -> None:
         """See `Detector`."""
-        if call.hook != "get_num_new_matched_tokens" or call.error is not None:
+        if call.error is not None:
             return
         request, computed = call.args
         count = call.answer[0]

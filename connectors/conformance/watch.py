@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import collections
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from interlace.connectors.conformance.findings import Findings, Trace
 from interlace.connectors.conformance.hook_calls import HookCall
@@ -18,6 +18,9 @@ from interlace.engine.scheduler_output import SchedulerOutput
 
 class Detector:
     """Looks at calls before they begin and when they have ended. Does nothing by itself."""
+
+    hooks: ClassVar[frozenset[str] | None] = None
+    """Of which calls it is told; None for all."""
 
     def before(self, call: HookCall) -> None:
         """A hook is about to be called."""
@@ -32,11 +35,10 @@ class Detector:
         """Work on a lane has ended."""
 
 
-_MOMENTS = ("before", "after", "before_work", "after_work")
-
-
-def _listens(detector: Detector, moment: str) -> bool:
-    return getattr(type(detector), moment) is not getattr(Detector, moment)
+def _listens(detector: Detector, moment: str, hook: str) -> bool:
+    if getattr(type(detector), moment) is getattr(Detector, moment):
+        return False
+    return not hook or detector.hooks is None or hook in detector.hooks
 
 
 class Watch:
@@ -51,16 +53,14 @@ class Watch:
         self.step: SchedulerOutput | None = None
         """The newest step that the workers were given."""
         self.step_is_running = False
-        self._told: dict[str, tuple[Detector, ...]] = dict.fromkeys(_MOMENTS, ())
+        self._told: dict[tuple[str, str], tuple[Detector, ...]] = {}
         self.evidence: collections.Counter[str] = collections.Counter()
         """What was seen, so that nothing passes that was not looked at."""
 
     def set_detectors(self, detectors: Sequence[Detector]) -> None:
         """They are told in this order, each what it asks for."""
         self.detectors = tuple(detectors)
-        self._told = {
-            moment: tuple(one for one in detectors if _listens(one, moment)) for moment in _MOMENTS
-        }
+        self._told = {}
 
     @property
     def step_id(self) -> int:
@@ -78,7 +78,7 @@ class Watch:
     ) -> Any:
         """Call a hook. Raises: what it raises."""
         call = HookCall(role, rank, connector, hook.__name__, args, kwargs)
-        for detector in self._listeners("before"):
+        for detector in self._listeners("before", call.hook):
             detector.before(call)
         self.calls.append(call)
         try:
@@ -89,7 +89,7 @@ class Watch:
         finally:
             self.calls.pop()
             self._note_end(call)
-            for detector in self._listeners("after"):
+            for detector in self._listeners("after", call.hook):
                 detector.after(call)
         return call.answer
 
@@ -107,9 +107,12 @@ class Watch:
                 call.has_line = True
                 self.trace.note(f"{call.describe()} ...")
 
-    def _listeners(self, moment: str) -> Iterator[Detector]:
+    def _listeners(self, moment: str, hook: str = "") -> Iterator[Detector]:
         """What comes after the first finding may follow from it: nobody is told any more."""
-        for detector in self._told[moment]:
+        key = (moment, hook)
+        if key not in self._told:
+            self._told[key] = tuple(one for one in self.detectors if _listens(one, moment, hook))
+        for detector in self._told[key]:
             if self.findings:
                 return
             yield detector

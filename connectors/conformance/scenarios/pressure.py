@@ -71,7 +71,8 @@ SCENARIOS = (
         "tokens-preempted",
         _preempted,
         frozenset(("loaded-kv-right", "saves-visible-when-whole", "failures-exact")),
+        in_many_orders=True,
     ),
-    Scenario("saves-fenced", _saves_fenced, frozenset(("loaded-kv-right",))),
-    Scenario("no-deadlock-in-tiny-pools", _tiny_pools),
+    Scenario("saves-fenced", _saves_fenced, frozenset(("loaded-kv-right",)), in_many_orders=True),
+    Scenario("no-deadlock-in-tiny-pools", _tiny_pools, in_many_orders=True),
 )

@@ -89,6 +89,7 @@ SCENARIOS = (
                 "saves-fenced",
             )
         ),
+        in_many_orders=True,
     ),
     Scenario("reset-forgets", _reset_forgets),
 )

@@ -120,11 +120,11 @@ def _salts(stage: Stage) -> None:
 
 SCENARIOS = (
     Scenario("tokens-cold", _cold),
-    Scenario("tokens-hit", _hit),
-    Scenario("tokens-full-hit", _full_hit, _OF_LOADS),
+    Scenario("tokens-hit", _hit, in_many_orders=True),
+    Scenario("tokens-full-hit", _full_hit, _OF_LOADS, in_many_orders=True),
     Scenario("tokens-chunked", _chunked, _OF_LOADS - {"saves-visible-when-whole"}),
 )
 SHARING = (
-    Scenario("shared-prefix", _shared_prefix, _OF_LOADS),
+    Scenario("shared-prefix", _shared_prefix, _OF_LOADS, in_many_orders=True),
     Scenario("keys-tell-salts-apart", _salts, frozenset(("saves-visible-when-whole",))),
 )
