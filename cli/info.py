@@ -69,13 +69,12 @@ def lines_of(found: Survey) -> Iterator[Line]:
     yield "Triton", _say(found.triton)
     yield "C compiler for Triton", _say(found.c_compiler)
     yield "Python headers", _say(found.python_headers)
-    yield from _driver(found.nvidia)
-    if isinstance(torch.device, Unknown):
-        if not isinstance(found.nvidia, Unknown):  # else it would say the same again
-            yield "CUDA", _say(torch.device)
+    if isinstance(found.nvidia, Unknown) and isinstance(torch.device, Unknown):
+        yield "GPU", f"none ({found.nvidia.reason})"
     else:
-        yield from _powers(found, torch.device)
-    yield from _copies(found.copies)
+        yield from _driver(found.nvidia)
+        yield from _cuda(found)
+    yield from _copies(found.copies, has_gpu=not isinstance(torch.device, Unknown))
 
 
 def _say(fact: Fact, unit: str = "") -> str:
@@ -98,7 +97,7 @@ def _memory(memory: Memory | Unknown) -> str:
 
 def _driver(nvidia: Nvidia | Unknown) -> Iterator[Line]:
     if isinstance(nvidia, Unknown):
-        yield "GPU", f"none ({nvidia.reason})"
+        yield "NVIDIA driver", _say(nvidia)
         return
     yield "NVIDIA driver", f"{_say(nvidia.driver)}, CUDA up to {_say(nvidia.cuda)}"
     if isinstance(nvidia.gpus, Unknown):
@@ -135,8 +134,10 @@ def _pcie(link: Pcie) -> str:
     )
 
 
-def _powers(found: Survey, device: str) -> Iterator[Line]:
-    yield "CUDA device in use", device
+def _cuda(found: Survey) -> Iterator[Line]:
+    yield "CUDA device of torch", _say(found.torch.device)
+    if isinstance(found.torch.device, Unknown):
+        return  # it is also why nothing else could be tried
     yield "cuda-bindings", _say(found.cuda_bindings)
     yield "events from outside", f"a CUDA graph waits for them: {_say(found.external_events)}"
     if isinstance(found.registration, Unknown):
@@ -148,7 +149,7 @@ def _powers(found: Survey, device: str) -> Iterator[Line]:
         yield "registering files", f"{one.folder} ({_say(one.file_system)}): {works}"
 
 
-def _copies(copies: CopySpeeds) -> Iterator[Line]:
+def _copies(copies: CopySpeeds, *, has_gpu: bool) -> Iterator[Line]:
     size = f"{copies.num_bytes >> 20} MiB"
     speeds = (
         ("host to GPU", copies.host_to_device, f"{size}, pinned"),
@@ -156,10 +157,7 @@ def _copies(copies: CopySpeeds) -> Iterator[Line]:
         ("within the GPU", copies.device_to_device, f"{size}; reads and writes as much each"),
         ("within the host", copies.host_to_host, f"{size}, one thread; reads and writes as much"),
     )
-    no_gpu = isinstance(copies.host_to_device, Unknown) and (
-        copies.host_to_device == copies.device_to_host == copies.device_to_device
-    )
-    for label, speed, how in speeds[3:] if no_gpu else speeds:
+    for label, speed, how in speeds if has_gpu else speeds[3:]:
         known = _say(speed) if isinstance(speed, Unknown) else f"{_speed(speed)} ({how})"
         yield f"copies {label}", known
 
