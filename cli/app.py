@@ -1,6 +1,7 @@
 """The `interlace` command: what its parts are, and how errors become exit codes.
 
-Exit codes: 0 done, 1 one of Interlace's errors or a broken pipe, 2 wrong usage, 130 Ctrl-C. Those
+Exit codes: 0 done, 1 one of Interlace's errors, a broken pipe, or a connector that `check` finds at
+fault, 2 wrong usage, 130 Ctrl-C. Those
 for the pipe, the usage and Ctrl-C are typer's.
 Nothing here or in a command's module imports torch; what needs it is imported inside functions.
 """
@@ -15,13 +16,15 @@ import typer
 
 from interlace.cli import bench
 from interlace.cli.chat import chat
+from interlace.cli.check import check
 from interlace.cli.info import info
 from interlace.cli.screen import harmless
 from interlace.engine.errors import InterlaceError
 
 app = typer.Typer(
     name="interlace",
-    help="A compact LLM inference engine: chat with a model, measure how fast it runs.",
+    help="A compact LLM inference engine: chat with a model, measure how fast it runs, check a KV "
+    "connector.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -30,6 +33,7 @@ app = typer.Typer(
 
 # One line per command; each has a module of its own.
 app.command()(chat)
+app.command()(check)
 app.command()(info)
 app.add_typer(bench.app)
 
