@@ -1,0 +1,122 @@
+"""Paged attention under Triton's interpreter, against a float64 twin; NaN where nobody may look."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kernel_cases import AttentionCase, Heads
+
+from interlace.layers.attention_backend import KVCacheLayout
+from interlace.layers.kernels.attention_plan import HEAD_SIZES, plan_attention
+from interlace.layers.kernels.toolchain import INTERPRETED
+
+pytestmark = pytest.mark.skipif(not INTERPRETED, reason="set TRITON_INTERPRET=1 to run these")
+
+PADDING = (-1, 1)
+"""A request of length 0 with one row."""
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    spans=st.lists(
+        st.one_of(
+            st.tuples(st.integers(0, 150), st.just(1)),
+            st.tuples(st.integers(0, 90), st.sampled_from([2, 3, 17])),
+            st.sampled_from([PADDING, (-1, 3), (-1, 0)]),
+        ),
+        min_size=1,
+        max_size=4,
+    ),
+    heads=st.sampled_from([Heads(2, 1, 64), Heads(6, 2, 64), Heads(2, 2, 80), Heads(4, 1, 96)]),
+    splits=st.sampled_from([(1, 1), (3, 1), (2, 2), (5, 3)]),
+    window=st.sampled_from([0, 0, 1, 40]),
+    block_size=st.sampled_from([4, 16, 24]),
+    seed=st.integers(0, 1000),
+)
+def test_mixed_batches_equal_the_twin(
+    spans: list[tuple[int, int]],
+    heads: Heads,
+    splits: tuple[int, int],
+    window: int,
+    block_size: int,
+    seed: int,
+) -> None:
+    case = AttentionCase.random(
+        spans, heads, dtype=torch.float32, seed=seed, block_size=block_size, spare_rows=seed % 3
+    )
+    plan = case.plan()
+    chunk_splits = splits[1] if plan.chunk_splits else 0
+    case.check(case.plan(decode_splits=splits[0], chunk_splits=chunk_splits), window)
+
+
+@pytest.mark.parametrize("head_dim", HEAD_SIZES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_every_head_size_in_every_pass(head_dim: int, dtype: torch.dtype) -> None:
+    spans = [(130, 1), (3, 5), PADDING]
+    case = AttentionCase.random(spans, Heads(2, 1, head_dim), dtype=dtype)
+    case.check(case.plan(decode_splits=4, chunk_splits=1))
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.parametrize("cross_layers", [False, True])
+def test_all_layouts_of_the_pages_give_the_same_bits(
+    layout: KVCacheLayout, cross_layers: bool
+) -> None:
+    spans, heads = [(40, 1), (9, 4)], Heads(4, 2, 64)
+    plain = AttentionCase.random(spans, heads, dtype=torch.float32)
+    case = AttentionCase.random(
+        spans, heads, dtype=torch.float32, layout=layout, cross_layers=cross_layers
+    )
+    assert torch.equal(case.run(case.plan()), plain.run(plain.plan()))
+
+
+def test_a_long_context_is_split_and_joined() -> None:
+    case = AttentionCase.random([(2500, 1), (1, 1)], Heads(2, 1, 64), dtype=torch.float32)
+    case.check(case.plan(decode_splits=16))
+
+
+def test_the_grid_does_not_depend_on_lengths() -> None:
+    """A plan for a captured size serves any lengths: padding, short and long ones."""
+    for spans in (
+        [(300, 1), PADDING, PADDING],
+        [(0, 1), (1, 1), (62, 1)],
+        [(-1, 0)] * 2 + [(5, 1)],
+    ):
+        case = AttentionCase.random(spans, Heads(2, 1, 64), dtype=torch.float32, spare_rows=3)
+        plan = plan_attention(
+            num_tokens=case.q.shape[0],
+            num_requests=3,
+            max_query_len=1,
+            max_seq_len=512,
+            num_heads=2,
+            num_kv_heads=1,
+            head_dim=64,
+            dtype=torch.float32,
+            num_sms=4,
+        )
+        assert plan.decode_splits == 5
+        case.check(plan)
+
+
+@pytest.mark.parametrize(
+    ("requests", "max_seq_len", "splits"),
+    [(1, 8192, 64), (8, 8192, 8), (32, 8192, 2), (256, 8192, 1), (1, 100, 2)],
+)
+def test_few_requests_are_split_and_many_are_not(
+    requests: int, max_seq_len: int, splits: int
+) -> None:
+    plan = plan_attention(
+        num_tokens=requests,
+        num_requests=requests,
+        max_query_len=1,
+        max_seq_len=max_seq_len,
+        num_heads=32,
+        num_kv_heads=8,
+        head_dim=128,
+        dtype=torch.bfloat16,
+        num_sms=132,
+    )
+    assert plan.decode_splits == splits
+    assert plan.chunk_splits == 0
