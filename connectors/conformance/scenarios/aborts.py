@@ -74,4 +74,11 @@ def _is_preempted(request: Request) -> bool:
     return request.status is RequestStatus.PREEMPTED
 
 
-SCENARIOS = (Scenario("aborted-in-every-state", _in_every_state, frozenset(("loaded-kv-right",))),)
+SCENARIOS = (
+    Scenario(
+        "aborted-in-every-state",
+        _in_every_state,
+        frozenset(("loaded-kv-right",)),
+        in_many_orders=True,
+    ),
+)

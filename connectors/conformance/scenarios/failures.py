@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 from interlace.connectors.conformance.findings import NotJudged
+from interlace.connectors.conformance.harness import Harness
 from interlace.connectors.conformance.stage import Scenario, Stage
 
 _BLOCKS = 4
@@ -18,50 +17,46 @@ def _exact(stage: Stage) -> None:
         raise NotJudged("it declares no store_fault_kinds")
     places = [(0,), (1, 2)] if stage.variant.depth == 1 else [(1,), (_BLOCKS - 1,)]
     num_met = 0
-    for number, kind in enumerate(kinds):
-        for policy in ("recompute", "fail"):
-            for damaged in places:
-                when_planned = (number + damaged[0]) % 2 == 0
-                num_met += _fail(stage, kind, policy, damaged, when_planned=when_planned)
+    for policy in ("recompute", "fail"):
+        with stage.engine(failure_policy=policy) as engine:
+            for number, kind in enumerate(kinds):
+                for damaged in places:
+                    when_planned = (number + damaged[0]) % 2 == 0
+                    _fail(stage, engine, kind, damaged, when_planned=when_planned)
+            num_met += engine.watch.evidence["lost blocks reported"]
     if not num_met:
         raise NotJudged("no load ever met the damage")
 
 
 def _fail(
-    stage: Stage,
-    kind: str,
-    policy: Literal["fail", "recompute"],
-    damaged: tuple[int, ...],
-    *,
-    when_planned: bool,
-) -> int:
-    """Two requests share what is damaged, one does not. Returns how many lost blocks were told.
+    stage: Stage, engine: Harness, kind: str, damaged: tuple[int, ...], *, when_planned: bool
+) -> None:
+    """Two requests share what is damaged, one does not.
 
     `when_planned`: the damage comes between the promise and the load.
     """
-    with stage.engine(failure_policy=policy) as engine:
-        prompt, other = stage.prompt(_BLOCKS, 1), stage.prompt(2, 1)
-        for stored in (prompt, other):
-            stage.store(engine, stored)
-        name = f"{kind}-{policy}-{''.join(map(str, damaged))}"
+    prompt, other = stage.prompt(_BLOCKS, 1), stage.prompt(2, 1)
+    for stored in (prompt, other):
+        stage.store(engine, stored)
+    name = f"{kind}-{''.join(map(str, damaged))}"
 
-        def damage() -> None:
-            for place in damaged:
-                engine.damage(kind, prompt, place)
+    def damage() -> None:
+        for place in damaged:
+            engine.damage(kind, prompt, place)
 
-        if not when_planned:
-            damage()
-        engine.add(f"loads-{name}", prompt + stage.prompt(1), max_tokens=3)
-        engine.add(f"shares-{name}", prompt + stage.prompt(0, 1), max_tokens=3)
-        engine.add(f"other-{name}", other, max_tokens=3)
-        if when_planned:
-            engine.plan()
-            damage()
-        engine.run()
-        stage.forget_local(engine)
-        engine.add(f"again-{name}", prompt, max_tokens=2)
-        engine.run()
-        return engine.watch.evidence["lost blocks reported"]
+    if not when_planned:
+        damage()
+    engine.add(f"loads-{name}", prompt + stage.prompt(1), max_tokens=3)
+    engine.add(f"shares-{name}", prompt + stage.prompt(0, 1), max_tokens=3)
+    engine.add(f"other-{name}", other, max_tokens=3)
+    if when_planned:
+        engine.plan()
+        damage()
+    engine.run()
+    stage.forget_local(engine)
+    engine.add(f"again-{name}", prompt, max_tokens=2)
+    engine.run()
+    stage.forget_local(engine)
 
 
 SCENARIOS = (Scenario("failures-exact", _exact, frozenset(("loaded-kv-right",))),)
