@@ -196,15 +196,14 @@ class MultiConnector(MultiWorkerSide):
     @classmethod
     def check_setup(cls, scratch: Path) -> CheckSetup:
         """Two ExampleConnectors with a folder each."""
-        folders = [scratch / name for name in ("first", "second")]
+        from interlace.connectors.example_connector import ExampleConnector
+
+        setups = [ExampleConnector.check_setup(scratch / name) for name in ("first", "second")]
         children = [
-            {
-                "kv_connector": "ExampleConnector",
-                "kv_connector_extra_config": {"shared_storage_path": str(f), "refresh_s": 0.02},
-            }
-            for f in folders
+            {"kv_connector": "ExampleConnector", "kv_connector_extra_config": setup.extra_config}
+            for setup in setups
         ]
-        return CheckSetup({"connectors": children})
+        return CheckSetup({"connectors": children}, setups[0].engine_options)
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: EngineConfig) -> str | None:

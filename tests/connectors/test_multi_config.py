@@ -148,7 +148,7 @@ def test_the_check_runs_two_example_connectors(tmp_path: Path) -> None:
     for side in sides:
         assert len(side.children) == 2
         side.shutdown()
-    assert len(list(tmp_path.iterdir())) == 2
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["first", "second"]
 
 
 # --- a role for each -----------------------------------------------------------------------------

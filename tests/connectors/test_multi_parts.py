@@ -26,6 +26,7 @@ from interlace.connectors.multi_messages import (
 )
 from interlace.engine.errors import ConfigError, ConnectorError
 from interlace.engine.kv_connector import (
+    KVCacheBlocks,
     KVConnectorOutput,
     KVConnectorRole,
 )
@@ -303,10 +304,17 @@ def test_a_match_that_the_protocol_forbids_names_its_child(answer: Any) -> None:
         scheduler.get_num_new_matched_tokens(a_request(), 0)
 
 
-def test_a_load_that_nobody_promised_is_refused() -> None:
+def test_a_load_that_the_last_query_did_not_find_is_refused() -> None:
     scheduler, _ = sides_of(talker(), talker())
+    request, blocks = a_request(), KVCacheBlocks(((),))
     with pytest.raises(ConnectorError, match="found none"):
-        scheduler.update_state_after_alloc(a_request(), None, 3)  # type: ignore[arg-type]
+        scheduler.update_state_after_alloc(request, blocks, 3)
+    for answer in ((3, False), (0, False)):
+        talkers(scheduler)[1].answers["get_num_new_matched_tokens"] = answer
+        assert scheduler.get_num_new_matched_tokens(request, 0) == answer
+    with pytest.raises(ConnectorError, match="found none"):
+        scheduler.update_state_after_alloc(request, blocks, 3)
+    assert scheduler.is_idle
 
 
 def calls_of(worker: MultiConnector, scheduler: MultiConnector) -> dict[str, Callable[[], object]]:
