@@ -17,7 +17,7 @@ from interlace.engine.device_thread import DeviceThread, finish_despite_cancel
 from interlace.engine.events import EventBus, StepLaunched
 from interlace.engine.output_processor import OutputProcessor
 from interlace.engine.outputs import ModelRunnerOutput
-from interlace.engine.ports import Clock, StepRunner
+from interlace.engine.ports import Clock, PendingStep, StepRunner
 from interlace.engine.scheduler import Scheduler
 from interlace.engine.scheduler_output import SchedulerOutput
 
@@ -28,6 +28,48 @@ LONGEST_POLL_S = 0.020
 """Between empty steps, while a connector has transfers under way and nothing else is to do."""
 CLOSING_S = 5.0
 """How long a loop that was told to stop waits for ended requests that a connector still holds."""
+
+
+class _Step:
+    """A step under way: launched first, and then waited for, both on the device thread."""
+
+    def __init__(self, plan: SchedulerOutput, runner: StepRunner, device: DeviceThread) -> None:
+        """Launches it, behind all that the device thread has to do."""
+        self.plan = plan
+        self._runner = runner
+        self._device = device
+        self._pending: PendingStep | None = None
+        self._launched = device.submit(self._launch)
+        self._output: asyncio.Future[ModelRunnerOutput] | None = None
+
+    def _launch(self) -> None:
+        self._pending = self._runner.launch(self.plan)
+
+    def _finish(self) -> ModelRunnerOutput:
+        # Nothing to wait for if the launch raised: `result` tells.
+        return ModelRunnerOutput() if self._pending is None else self._pending()
+
+    def wait(self) -> asyncio.Future[ModelRunnerOutput]:
+        """Let the device thread wait for its end, from when this is first called."""
+        if self._output is None:
+            self._output = self._device.submit(self._finish)
+        return self._output
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether `wait` was called."""
+        return self._output is not None
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the device thread has waited for it."""
+        return self._output is not None and self._output.done()
+
+    def result(self) -> ModelRunnerOutput:
+        """Of a step that is done. Raises what it raised."""
+        assert self._output is not None
+        self._launched.result()
+        return self._output.result()
 
 
 class StepLoop:
@@ -53,7 +95,7 @@ class StepLoop:
         self._closing_until_s = 0.0
         self._poll_due = False
         self._poll_s = FIRST_POLL_S
-        self._inflight: deque[tuple[SchedulerOutput, asyncio.Future[ModelRunnerOutput]]] = deque()
+        self._inflight: deque[_Step] = deque()
 
     def wake(self) -> None:
         """Look for work: a request came or went. Loop thread."""
@@ -81,6 +123,7 @@ class StepLoop:
                 self._wake.clear()
                 self._apply_ended_steps()
                 self._launch_steps()
+                self._await_oldest_step()
                 if self._stopping and not self._inflight and not self._lingers:
                     return
                 await self._sleep()
@@ -122,16 +165,25 @@ class StepLoop:
             if plan is None:
                 return
             self._poll_due = False
-            future = self._device.submit(self._runner.execute, plan)
-            future.add_done_callback(lambda _: self._wake.set())
-            self._inflight.append((plan, future))
+            step = _Step(plan, self._runner, self._device)
+            self._inflight.append(step)
+            if not self._runner.works_ahead:
+                self._await(step)
             if self._events.active:
                 self._events.emit(StepLaunched(self._clock.monotonic(), plan.step_id))
 
+    def _await_oldest_step(self) -> None:
+        """Let the device thread wait for it, now that no further step can be launched behind it."""
+        if self._inflight and not self._inflight[0].is_awaited:
+            self._await(self._inflight[0])
+
+    def _await(self, step: _Step) -> None:
+        step.wait().add_done_callback(lambda _: self._wake.set())
+
     def _apply_ended_steps(self) -> None:
-        while self._inflight and self._inflight[0][1].done():
-            plan, future = self._inflight.popleft()
-            output = future.result()
+        while self._inflight and self._inflight[0].is_done:
+            step = self._inflight.popleft()
+            plan, output = step.plan, step.result()
             if plan.total_num_scheduled_tokens or output.kv_connector_output is not None:
                 self._poll_s = FIRST_POLL_S
             updates = self._scheduler.update_from_output(plan, output)
@@ -139,9 +191,10 @@ class StepLoop:
 
     async def _drain(self) -> None:
         """Wait for device work that is under way when the loop ends early; its results are lost."""
-        for _, future in self._inflight:
+        for step in self._inflight:
             try:
-                await finish_despite_cancel(future)
+                await finish_despite_cancel(step.wait())
+                step.result()
             except Exception:
                 logger.exception("a step in flight failed while the engine was ending")
         self._inflight.clear()

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from interlace.engine.kv_connector import (
     KVCacheBlocks,
@@ -26,11 +26,26 @@ if TYPE_CHECKING:
     from interlace.engine.request import Request
 
 
+PendingStep: TypeAlias = Callable[[], ModelRunnerOutput]
+"""A step that was launched: waits for its end and returns its output. Device thread; called once,
+in the order of the launches."""
+
+
 class StepRunner(Protocol):
     """Executes steps in the order in which they were scheduled. Lives on the device thread."""
 
-    def execute(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
-        """Compute one step and sample. An exception is fatal for the engine."""
+    @property
+    def works_ahead(self) -> bool:
+        """Whether the device goes on working when `launch` has returned, so that a further step
+        should be launched before this one is waited for. Any thread."""
+        ...
+
+    def launch(self, scheduler_output: SchedulerOutput) -> PendingStep:
+        """Begin one step: queue all of its work. An exception is fatal for the engine.
+
+        Where the device works by itself, this does not wait for it: the next step may be launched
+        before the result of this one is asked for.
+        """
         ...
 
     def get_handshake_metadata(self) -> dict[int, KVConnectorHandshakeMetadata]:

@@ -13,7 +13,7 @@ import torch
 
 from interlace.engine.kv_connector import KVConnectorHandshakeMetadata, KVConnectorOutput
 from interlace.engine.outputs import ModelRunnerOutput
-from interlace.engine.ports import WorkerConnector
+from interlace.engine.ports import PendingStep, WorkerConnector
 from interlace.engine.scheduler_output import SchedulerOutput
 from interlace.layers.attention import SequenceChunk
 from interlace.layers.decoder import Decoder
@@ -50,6 +50,16 @@ class ModelRunner:
     def set_finished_count(self, count: int | None) -> None:
         """See `StepRunner`."""
         self._workers.set_finished_count(count)
+
+    @property
+    def works_ahead(self) -> bool:
+        """No: a CPU has computed a step when its launch returns."""
+        return False
+
+    def launch(self, scheduler_output: SchedulerOutput) -> PendingStep:
+        """See `StepRunner`: here all is computed at once."""
+        output = self.execute(scheduler_output)
+        return lambda: output
 
     @torch.inference_mode()
     def execute(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:

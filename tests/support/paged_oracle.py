@@ -15,7 +15,7 @@ import torch
 from interlace.engine.block_pool import KVCacheBlock
 from interlace.engine.kv_connector import KVConnectorHandshakeMetadata
 from interlace.engine.outputs import ModelRunnerOutput
-from interlace.engine.ports import WorkerConnector
+from interlace.engine.ports import PendingStep, WorkerConnector
 from interlace.engine.scheduler import Scheduler
 from interlace.engine.scheduler_output import SchedulerOutput
 from interlace.layers.attention import SequenceChunk
@@ -76,6 +76,12 @@ class PagedOracleRunner:
         """Overwrite whole blocks with what no right answer contains."""
         for block in blocks:
             self.pages[block.block_id] = PAINT
+
+    works_ahead = False
+
+    def launch(self, scheduler_output: SchedulerOutput) -> PendingStep:
+        output = self.execute(scheduler_output)
+        return lambda: output
 
     def execute(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
         hooks = self.hooks

@@ -1,0 +1,71 @@
+"""Runners whose device works by itself: steps are launched before older ones are waited for."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from engine_kit import PATIENCE_S, GatedRunner, build_engine, greedy
+from paged_oracle import answer
+
+from interlace.engine.errors import EngineDeadError
+from interlace.engine.outputs import ModelRunnerOutput
+from interlace.engine.ports import PendingStep
+from interlace.engine.scheduler_output import SchedulerOutput
+
+PROMPT = [3, 1, 4, 1, 5]
+
+
+class AheadRunner(GatedRunner):
+    """Notes launches and waits; one of them may raise."""
+
+    works_ahead = True
+
+    def __init__(self) -> None:
+        super().__init__(is_open=True)
+        self.calls: list[tuple[str, int]] = []
+        self.failing: tuple[str, int] | None = None
+
+    def _note(self, what: str, step_id: int) -> None:
+        self.calls.append((what, step_id))
+        if self.failing == (what, step_id):
+            raise OSError("the device is gone")
+
+    def launch(self, scheduler_output: SchedulerOutput) -> PendingStep:
+        self._note("launch", scheduler_output.step_id)
+        output = self.execute(scheduler_output)
+
+        def wait() -> ModelRunnerOutput:
+            self._note("wait", scheduler_output.step_id)
+            return output
+
+        return wait
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+async def test_as_many_steps_as_may_be_are_launched_before_one_is_waited_for(depth: int) -> None:
+    runner = AheadRunner()
+    async with asyncio.timeout(PATIENCE_S), build_engine(runner, depth=depth) as engine:
+        done = await engine.complete(PROMPT, greedy(6))
+    assert list(done.token_ids) == answer(PROMPT, 6)
+    launches = [step for what, step in runner.calls if what == "launch"]
+    waits = [step for what, step in runner.calls if what == "wait"]
+    assert launches == waits == list(range(1, len(launches) + 1))
+    for step in waits[: 6 - depth]:
+        ahead = runner.calls[: runner.calls.index(("wait", step))]
+        assert ("launch", step + depth - 1) in ahead
+        assert ("launch", step + depth) not in ahead
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("what", ["launch", "wait"])
+async def test_a_step_that_fails_ends_everyone(what: str, depth: int) -> None:
+    runner = AheadRunner()
+    runner.failing = (what, 3)
+    async with asyncio.timeout(PATIENCE_S), build_engine(runner, depth=depth) as engine:
+        with pytest.raises(EngineDeadError, match="OSError: the device is gone"):
+            await engine.complete(PROMPT, greedy(6))
+    assert runner.closed
+    num_waited = sum(call[0] == "wait" for call in runner.calls)
+    num_launched = sum(call[0] == "launch" for call in runner.calls)
+    assert num_waited == num_launched - (what == "launch")  # nothing is abandoned
