@@ -207,7 +207,7 @@ class ExampleConnector(KVConnectorBase_V1):
         return self._scheduler.request_finished(request, block_ids)
 
     def take_events(self) -> Iterable[KVCacheEvent]:
-        """Runs of blocks that were published by this engine, and those that failed to load."""
+        """Runs of blocks that this engine has published, and any that cannot be found any more."""
         return self._scheduler.take_events()
 
     def reset_cache(self) -> bool:

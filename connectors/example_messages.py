@@ -88,8 +88,8 @@ class ExampleWorkerMetadata(KVConnectorWorkerMetadata):
     ended: tuple[EndedSave, ...] = ()
     """Since the last report."""
     lost: tuple[LostFolder, ...] = ()
-    num_loaded: int = 0
-    """Blocks; of each worker its part."""
+    loaded: tuple[int, ...] = ()
+    """Ids of blocks that were filled; once for each worker."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> ExampleWorkerMetadata:
         """Both reports, one after the other: each part says of which rank it is."""
@@ -98,5 +98,5 @@ class ExampleWorkerMetadata(KVConnectorWorkerMetadata):
             copied=self.copied + other.copied,
             ended=self.ended + other.ended,
             lost=self.lost + other.lost,
-            num_loaded=self.num_loaded + other.num_loaded,
+            loaded=self.loaded + other.loaded,
         )

@@ -126,7 +126,7 @@ class LoadReports:
         self._tally = tally
         self._invalid: set[int] = set()
         self._lost: list[LostFolder] = []
-        self._num_loaded = 0
+        self._loaded: list[int] = []
 
     def take_stock(self, pieces: Iterable[Piece], layers: Mapping[str, LayerPages]) -> None:
         """These pieces are over. One that lacks any layer has failed."""
@@ -134,7 +134,7 @@ class LoadReports:
         for piece in pieces:
             num_blocks = len(piece.block_ids)
             if piece.is_filled(len(layers)):
-                self._num_loaded += num_blocks
+                self._loaded += piece.block_ids
                 self._tally.add(blocks_loaded=num_blocks, bytes_loaded=num_blocks * block_bytes)
                 continue
             self._tally.add(blocks_failed=num_blocks)
@@ -152,7 +152,7 @@ class LoadReports:
         lost, self._lost = tuple(self._lost), []
         return lost
 
-    def take_num_loaded(self) -> int:
+    def take_loaded(self) -> tuple[int, ...]:
         """Blocks that were filled, since the last call."""
-        num_loaded, self._num_loaded = self._num_loaded, 0
-        return num_loaded
+        loaded, self._loaded = tuple(self._loaded), []
+        return loaded

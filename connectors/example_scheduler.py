@@ -7,7 +7,7 @@ the request's hashes, never from a count of its own, so preemption and truncatio
 from __future__ import annotations
 
 import collections
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from interlace.connectors.example_messages import (
@@ -67,7 +67,8 @@ class ExampleScheduler:
         self._requests: dict[str, Tracked] = {}
         self._num_local: dict[str, int] = {}  # request id -> tokens it had at its latest query
         self._loads: list[Load] = []  # for the next metadata
-        self._num_parts_loaded = 0  # of blocks that not all ranks have loaded
+        # Block -> ranks that have loaded their part of it, until all have.
+        self._loaded: collections.Counter[int] = collections.Counter()
         self._events: collections.deque[KVCacheEvent] = collections.deque(maxlen=MAX_EVENTS)
 
     # ---------------------------------------------------------------- loads
@@ -112,6 +113,7 @@ class ExampleScheduler:
         )
         self._loads.append(Load(request.request_id, pieces, self._load_async))
         self._planner.expect(hashes)
+        self._forget_parts(block_ids[first:end])
         tracked.is_loading = self._load_async
 
     def _pieces(
@@ -166,33 +168,45 @@ class ExampleScheduler:
         if invalid:
             self._planner.distrust(invalid)
             self._look_again(invalid)
+            self._forget_parts(invalid)
         for request_id in (connector_output.finished_recving or set()) & self._requests.keys():
             self._requests[request_id].is_loading = False
         report = connector_output.kv_connector_worker_meta
         if not isinstance(report, ExampleWorkerMetadata):
             return
         for lost in report.lost:
-            self._note_removed(self._known.drop(lost.folder, lost.signature, lost.retry_s))
+            self._known.drop(lost.folder, lost.signature, lost.retry_s)
             self._tally.add(damaged_folders=lost.was_removed)
-        self._count_loaded(report.num_loaded)
+        self._count_loaded(report.loaded, invalid)
         self._planner.allow(report.copied)
         for ended in report.ended:
             self._planner.end(ended)
 
-    def _count_loaded(self, num_parts: int) -> None:
+    def _forget_parts(self, block_ids: Iterable[int]) -> None:
+        for block_id in block_ids:
+            self._loaded.pop(block_id, None)
+
+    def _count_loaded(self, block_ids: Iterable[int], invalid: set[int]) -> None:
         """Ranks may report their parts of a block in different steps."""
-        num_blocks, self._num_parts_loaded = divmod(
-            self._num_parts_loaded + num_parts, self._num_ranks
-        )
-        self._tally.add(blocks_loaded=num_blocks)
+        num_whole = 0
+        for block_id in block_ids:
+            if block_id in invalid:
+                continue
+            self._loaded[block_id] += 1
+            if self._loaded[block_id] == self._num_ranks:
+                del self._loaded[block_id]
+                num_whole += 1
+        self._tally.add(blocks_loaded=num_whole)
 
     def _note_stored(self, parent_hash: bytes | None, block_hashes: tuple[bytes, ...]) -> None:
+        self._note_lost()
         if block_hashes:
             self._note(BlockStored(block_hashes, parent_hash, (), 0, medium=MEDIUM_STORAGE))
 
-    def _note_removed(self, block_hashes: list[bytes]) -> None:
-        if block_hashes:
-            self._note(BlockRemoved(tuple(block_hashes), MEDIUM_STORAGE))
+    def _note_lost(self) -> None:
+        """Before what is stored after that: a block may come back."""
+        for block_hashes in self._known.take_lost():
+            self._note(BlockRemoved(block_hashes, MEDIUM_STORAGE))
 
     def _note(self, event: KVCacheEvent) -> None:
         self._tally.add(events_dropped=len(self._events) == MAX_EVENTS)
@@ -200,6 +214,7 @@ class ExampleScheduler:
 
     def take_events(self) -> list[KVCacheEvent]:
         """Runs that were published, and lost, since the last call."""
+        self._note_lost()
         taken = list(self._events)
         self._events.clear()
         return taken

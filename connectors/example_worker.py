@@ -112,7 +112,7 @@ class ExampleWorker:
             copied=() if self.saves is None else self.saves.take_copied(),
             ended=() if self.saves is None else self.saves.take_ended(),
             lost=self._reports.take_lost(),
-            num_loaded=self._reports.take_num_loaded(),
+            loaded=self._reports.take_loaded(),
         )
         return None if report == ExampleWorkerMetadata() else report
 

@@ -6,6 +6,7 @@ held while they change; questions take none.
 
 from __future__ import annotations
 
+import collections
 import math
 import threading
 from collections.abc import Callable, Iterable, Sequence
@@ -13,6 +14,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from interlace.connectors.kv_folders.folders import Signature
+
+MAX_LOST = 4096
+"""Lost folders that nobody has asked for; beyond it the oldest are forgotten."""
 
 
 class BlockPlace(NamedTuple):
@@ -36,6 +40,9 @@ class _Content(NamedTuple):
     hashes: tuple[bytes, ...]
 
 
+_NOTHING = _Content(0, ())
+
+
 class KnownFolders:
     """Block hash -> place, for each rank. Any thread may call any method."""
 
@@ -47,6 +54,7 @@ class KnownFolders:
         self._bans: dict[str, _Ban] = {}
         self._own: dict[str, int] = {}  # folders that were added before they were listed -> round
         self._round = 0
+        self._lost: collections.deque[tuple[bytes, ...]] = collections.deque(maxlen=MAX_LOST)
 
     # ---------------------------------------------------------------- asked by the event loop
 
@@ -67,18 +75,21 @@ class KnownFolders:
                 self._own[folder] = self._round
                 self._add(folder, _Content(rank, tuple(hashes)))
 
-    def drop(self, folder: str, signature: Signature, for_s: float = math.inf) -> list[bytes]:
+    def drop(self, folder: str, signature: Signature, for_s: float = math.inf) -> None:
         """A folder failed to load: forgotten, and kept out for so long, or until it is another.
 
-        Then it is looked at again; with `for_s=0`, as soon as anything is. Returns hashes of
-        blocks that could be found and cannot any more.
+        Then it is looked at again; with `for_s=0`, as soon as anything is.
         """
         with self._lock:
-            content = self._contents.get(folder)
-            before = [h for h in content.hashes if h in self] if content is not None else []
-            self._remove(folder)
+            self._lose(folder)
             self._bans[folder] = _Ban(signature, self._clock() + for_s)
-            return [block_hash for block_hash in before if block_hash not in self]
+
+    def take_lost(self) -> list[tuple[bytes, ...]]:
+        """Blocks, by folder, that could be found and cannot any more, since the last call."""
+        with self._lock:
+            lost = list(self._lost)
+            self._lost.clear()
+        return lost
 
     # ---------------------------------------------------------------- told by who lists the disk
 
@@ -109,7 +120,7 @@ class KnownFolders:
         """These folders are there no longer."""
         with self._lock:
             for folder in gone:
-                self._remove(folder)
+                self._lose(folder)
                 self._bans.pop(folder, None)
 
     def found(self, rank: int, folder: str, signature: Signature, hashes: Sequence[bytes]) -> None:
@@ -127,8 +138,16 @@ class KnownFolders:
         for position, block_hash in enumerate(content.hashes):
             known[block_hash] = (*known.get(block_hash, ()), BlockPlace(folder, position))
 
+    def _lose(self, folder: str) -> None:
+        _, hashes = self._contents.get(folder, _NOTHING)
+        before = [block_hash for block_hash in hashes if block_hash in self]
+        self._remove(folder)
+        lost = tuple(block_hash for block_hash in before if block_hash not in self)
+        if lost:
+            self._lost.append(lost)
+
     def _remove(self, folder: str) -> None:
-        rank, hashes = self._contents.pop(folder, (0, ()))
+        rank, hashes = self._contents.pop(folder, _NOTHING)
         known = self._places[rank]
         for block_hash in hashes:
             places = tuple(p for p in known.pop(block_hash, ()) if p.folder != folder)

@@ -6,6 +6,7 @@ one wrong slot shows in all that follow. No sampling: tests say which tokens com
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import time
 import zlib
@@ -118,6 +119,7 @@ class ExampleEngine:
         self.sent: list[str] = []
         self.received: list[str] = []
         self.invalid: set[int] = set()
+        self.stats: collections.Counter[str] = collections.Counter()
         self._seen: set[str] = set()
         self._new: list[Request] = []
         self._resumed: set[str] = set()
@@ -336,6 +338,8 @@ class ExampleEngine:
         if output.is_empty():
             return
         self.invalid |= output.invalid_block_ids
+        if output.kv_connector_stats is not None:
+            self.stats.update(output.kv_connector_stats.data)
         for request in list(self._work):
             self._truncate(request, output.invalid_block_ids)
         self.scheduler.update_connector_output(output)
