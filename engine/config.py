@@ -187,7 +187,8 @@ class EngineConfig(Options):
     """
 
     model: str = "smollm2-135m"
-    """`smollm2-135m`, a GGUF file, a Hugging Face folder, or a hub id."""
+    """`smollm2-135m`, a GGUF file, a Hugging Face folder, a hub id, or random weights:
+    `dummy:llama-3.1-8b`, `dummy:qwen3-0.6b`, `dummy:PATH/config.json`."""
     tokenizer: str | None = None
     """Folder with a `tokenizer.json` to use in place of the model's own tokenizer."""
     dtype: str = "auto"
@@ -231,7 +232,7 @@ class EngineConfig(Options):
     kv_transfer_config: KVTransferConfig | None = None
     """Which KV connector to use; None is none."""
     seed: int = 0
-    """Of requests that sample without a seed of their own."""
+    """Of requests that sample without a seed of their own, and of the weights of a `dummy:` model."""
     model_config: ModelConfig | None = dataclasses.field(default=None, init=False)
     """The loaded model; set in a resolved configuration."""
     rank: int = dataclasses.field(default=0, init=False)

@@ -39,8 +39,8 @@ def visible_keys(
     count: Scalar,
     first: Scalar,
     window: Scalar,
+    splits: Scalar,
     tokens: constexpr,
-    splits: constexpr,
     keys: constexpr,
 ) -> tuple[Scalar, Scalar, Scalar]:
     """What query tokens [first, first + tokens) of `count` see: first key, end, keys per share.
@@ -116,7 +116,7 @@ def attend_tile(
     return acc, new_peak, total
 
 
-@jit("num_requests", "window", "table_stride")
+@jit("num_requests", "splits", "window", "table_stride")
 def attend_kernel(
     q: Pointer,
     pages: Pointer,
@@ -127,6 +127,7 @@ def attend_kernel(
     partial: Pointer,
     weight: Pointer,
     num_requests: Scalar,
+    splits: Scalar,
     window: Scalar,
     scale: Scalar,
     table_stride: Scalar,
@@ -145,7 +146,6 @@ def attend_kernel(
     tokens: constexpr,
     rows: constexpr,
     keys: constexpr,
-    splits: constexpr,
     decode: constexpr,
     windowed: constexpr,
     precision: constexpr,
@@ -174,7 +174,7 @@ def attend_kernel(
     if not mine:
         return
     seq_len = tl.load(seq_lens + request)
-    begin, end, share = visible_keys(seq_len, count, first, window, tokens, splits, keys)
+    begin, end, share = visible_keys(seq_len, count, first, window, splits, tokens, keys)
     base = begin // keys * keys
     low = base + split * share
     high = tl.minimum(low + share, end)
@@ -217,7 +217,7 @@ def attend_kernel(
 
     total = tl.where(total > 0, total, 1.0)  # a row that has seen nothing: zeros, weight 0
     answer = acc / total[:, None]
-    if (splits == 1) | (end - base <= share):
+    if end - base <= share:  # no other program has keys
         out_at = out + at * out_token_stride + token * out_token_stride + head * out_head_stride
         tl.store(out_at[:, None] + dim[None, :], answer.to(out.dtype.element_ty), mask=mask)
     else:
@@ -229,7 +229,7 @@ def attend_kernel(
         tl.store(weight + at_partial, peak + tl.log2(total), mask=real)
 
 
-@jit("num_requests", "window")
+@jit("num_requests", "splits", "window")
 def join_kernel(
     seq_lens: Pointer,
     query_start_loc: Pointer,
@@ -237,6 +237,7 @@ def join_kernel(
     partial: Pointer,
     weight: Pointer,
     num_requests: Scalar,
+    splits: Scalar,
     window: Scalar,
     out_token_stride: Scalar,
     out_head_stride: Scalar,
@@ -244,7 +245,6 @@ def join_kernel(
     padded_dim: constexpr,
     tokens: constexpr,
     keys: constexpr,
-    splits: constexpr,
     padded_splits: constexpr,
     decode: constexpr,
 ) -> None:
@@ -266,7 +266,7 @@ def join_kernel(
         return
     first = token // tokens * tokens
     seq_len = tl.load(seq_lens + request)
-    begin, end, share = visible_keys(seq_len, count, first, window, tokens, splits, keys)
+    begin, end, share = visible_keys(seq_len, count, first, window, splits, tokens, keys)
     span = end - begin // keys * keys
     if span <= share:  # the one program that had keys wrote the answer
         return

@@ -65,11 +65,11 @@ def _pass(
     weight = workspace[shares * plan.head_dim :] if splits > 1 else workspace
     attend_kernel[plan.num_kv_heads, splits, items](
         q, pages, block_table, seq_lens, query_start_loc, out, workspace, weight,
-        plan.num_requests, window, scale * math.log2(math.e), block_table.stride(0),
+        plan.num_requests, splits, window, scale * math.log2(math.e), block_table.stride(0),
         q.stride(0), q.stride(1), out.stride(0), out.stride(1), *pages.stride()[:4],
         group=plan.group, head_dim=plan.head_dim, padded_dim=next_power_of_2(plan.head_dim),
         block_size=pages.shape[2], tokens=tokens, rows=tiles.rows, keys=tiles.keys,
-        splits=splits, decode=decode, windowed=window > 0,
+        decode=decode, windowed=window > 0,
         precision="ieee" if q.dtype == torch.float32 else "tf32",
         num_warps=tiles.num_warps, num_stages=tiles.num_stages,
     )  # fmt: skip
@@ -92,10 +92,10 @@ def _join(
     _, _, _, seq_lens, query_start_loc, out, workspace = tensors
     items = plan.num_requests if decode else plan.num_tokens
     join_kernel[plan.num_heads, items](
-        seq_lens, query_start_loc, out, workspace, weight, plan.num_requests, window,
+        seq_lens, query_start_loc, out, workspace, weight, plan.num_requests, splits, window,
         out.stride(0), out.stride(1),
         head_dim=plan.head_dim, padded_dim=next_power_of_2(plan.head_dim), tokens=tokens,
-        keys=tiles.keys, splits=splits, padded_splits=next_power_of_2(splits), decode=decode,
+        keys=tiles.keys, padded_splits=next_power_of_2(splits), decode=decode,
         num_warps=4,
     )  # fmt: skip
 

@@ -162,6 +162,7 @@ def _load(
         skip_tokenizer=config.skip_tokenizer_init,
         dtype=config.dtype,
         max_model_len=config.max_model_len,
+        seed=config.seed,
         progress=progress,
     )
 
