@@ -232,7 +232,7 @@ class EngineConfig(Options):
     kv_transfer_config: KVTransferConfig | None = None
     """Which KV connector to use; None is none."""
     seed: int = 0
-    """Of requests that sample without a seed of their own, and of the weights of a `dummy:` model."""
+    """Of requests that sample without a seed of their own, and of a `dummy:` model's weights."""
     model_config: ModelConfig | None = dataclasses.field(default=None, init=False)
     """The loaded model; set in a resolved configuration."""
     rank: int = dataclasses.field(default=0, init=False)
