@@ -108,7 +108,7 @@ def decode_tiles(head_dim: int, group: int, dtype: torch.dtype) -> Tiles:
     """For one query token: the group's rows, and as many keys as keep the memory busy."""
     rows = max(16, next_power_of_2(group))
     if dtype == torch.float32:
-        return Tiles(rows, 16 if head_dim > 128 else 32, num_warps=4, num_stages=2)
+        return Tiles(rows, 16 if head_dim > 64 else 32, num_warps=4, num_stages=2)
     return Tiles(rows, 32 if head_dim > 128 else 64, num_warps=4, num_stages=3)
 
 
@@ -117,7 +117,8 @@ def chunk_tiles(head_dim: int, group: int, max_query_len: int, dtype: torch.dtyp
     wanted = next_power_of_2(max(max_query_len * group, 16))
     least = next_power_of_2(max(group, 16))
     if dtype == torch.float32:
-        return Tiles(max(least, min(wanted, 32)), 16 if head_dim > 128 else 32, 4, 2)
+        rows = max(least, min(wanted, 32))
+        return Tiles(rows, 16 if head_dim > 64 else 32, num_warps=8, num_stages=2)
     rows = max(least, min(wanted, 128))
     warps = 8 if rows >= 128 else 4
     return Tiles(rows, 32 if head_dim > 128 else 64, warps, 2 if head_dim > 128 else 3)
