@@ -35,6 +35,7 @@ def check_connector(
     seed: int = 0,
     role: KVRole = "kv_both",
     only: Collection[str] = (),
+    fail_fast: bool = False,
     deadline_s: float = DEADLINE_S,
     progress: Callable[[str], None] | None = None,
 ) -> CheckReport:
@@ -43,7 +44,8 @@ def check_connector(
     `connector` is a registered name, "module:Class", or a class. `extra_config` is its
     `kv_connector_extra_config`; without it, the class's `check_setup` says how to run it.
     `engine_options` are keywords of `EngineConfig` that it cannot do without. `only`: ids of
-    properties. `progress` is told the property of each run before that begins.
+    properties. `fail_fast` ends the check with the first violation. `progress` is told the property
+    of each run before that begins.
 
     Blocks for seconds; runs threads of its own, one at a time, and leaves one behind only if a
     hook never returns. Raises: `ConfigError` if there is no such connector or property, or it
@@ -68,7 +70,10 @@ def check_connector(
         )
         bench = _bench(subject, scratch)
         checker = Checker(
-            bench, deadline_s=deadline_s, advance=progress or (lambda property_id: None)
+            bench,
+            deadline_s=deadline_s,
+            fail_fast=fail_fast,
+            advance=progress or (lambda property_id: None),
         )
         results = checker.run(only)
     took_s = time.monotonic() - began_s

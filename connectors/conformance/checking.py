@@ -55,25 +55,42 @@ class _Verdicts:
 class Checker:
     """One check. `deadline_s` is for each run of a scenario."""
 
-    def __init__(self, bench: Bench, *, deadline_s: float, advance: Callable[[str], None]) -> None:
-        """`advance` is told of each run before it begins."""
+    def __init__(
+        self,
+        bench: Bench,
+        *,
+        deadline_s: float,
+        fail_fast: bool,
+        advance: Callable[[str], None],
+    ) -> None:
+        """`advance` is told of each run before it begins. `fail_fast`: end with the first
+        violation."""
+        self._fail_fast = fail_fast
         self._bench = bench
         self._deadline_s = deadline_s
         self._advance = advance
         self._verdicts = _Verdicts()
 
     def run(self, only: Collection[str] = ()) -> list[Result]:
-        """Play what is needed for the properties `only`, or for all. Raises: `ConfigError`."""
-        wanted = [one for one in PROPERTIES if not only or one.id in only]
+        """Play what is needed for the properties `only`, or for all. Results of others come along
+        if they were violated meanwhile. Raises: `ConfigError`."""
         for scenario in scenarios_for(only):
             for variant in self._variants(scenario):
-                if not self._verdicts.hung:
+                if not self._is_over:
                     self._play(scenario, variant)
         evidence = self._bench.evidence
         evidence["promises"] = evidence["held"] + evidence["async loads"]
         if self._bench.subject.workers > 1:
             evidence["several workers"] = evidence["loaded tokens"]
+        violated = self._verdicts.violations
+        wanted = [one for one in PROPERTIES if not only or one.id in only or one.id in violated]
         return [self._result(one) for one in wanted]
+
+    @property
+    def _is_over(self) -> bool:
+        """Whether nothing more is to be played."""
+        has_failed = bool(self._verdicts.violations)
+        return bool(self._verdicts.hung) or (self._fail_fast and has_failed)
 
     def _variants(self, scenario: Scenario) -> Iterator[Variant]:
         """Each depth; where lanes are used, maybe with two policies."""

@@ -50,6 +50,9 @@ class HoldUps(Detector):
         """See `Detector`."""
         if not self._waits or self._watch.calls[-1].hook not in _STEP_HOOKS:
             return
+        asked = self._lanes.waits[-1]
+        if asked != label and "@" not in asked:
+            return  # it only stood before what was waited for
         call = self._watch.calls[-1]
         now = self._targets()
         written = [block_id for block_id in now if now[block_id] != self._before.get(block_id)]

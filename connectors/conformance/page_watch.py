@@ -20,7 +20,7 @@ class _Write(NamedTuple):
     layer: str
     block_id: int
     is_nudge: bool
-    """Whether only last bits changed: those that `Pages.nudge` has changed were written again."""
+    """Whether it undid what `Pages.nudge` did: the same was written again."""
 
 
 class PageWatch(Detector):
@@ -83,7 +83,7 @@ class PageWatch(Detector):
                 shape = (len(self._pages.layers[rank][name]), -1)
                 changes = _numbers(found, shape) ^ _numbers(before, shape)
                 for block_id in np.flatnonzero(changes.any(axis=1)).tolist():
-                    yield _Write(rank, name, block_id, is_nudge=bool((changes[block_id] < 2).all()))
+                    yield _Write(rank, name, block_id, _is_nudge(changes[block_id]))
 
     def _judge(self, write: _Write, writer: str) -> None:
         ledger = self._ledger
@@ -126,3 +126,8 @@ class Painter(Detector):
 
 def _numbers(found: bytes, shape: tuple[int, int]) -> Bits:
     return np.frombuffer(found, dtype=np.int64).reshape(shape)
+
+
+def _is_nudge(changes: Bits) -> bool:
+    """Most numbers, since the engine may have written to a few of them in between."""
+    return bool(2 * np.count_nonzero(changes == 1) > np.count_nonzero(changes))

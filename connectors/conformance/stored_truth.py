@@ -90,13 +90,14 @@ class Promises(Detector):
 
     def _refuse(self, call: HookCall, index: int) -> None:
         request = call.args[0]
+        block_hash = request.block_hashes[index]
         name = f"{call.connector}.{call.hook} promised block {index} of {request.request_id}"
-        if request.block_hashes[index] in self._truth.forgotten:
-            self._watch.findings.add(
-                "reset-forgets", f"{name}, though reset_cache had forgotten it."
-            )
-            return
-        self._watch.findings.add(
-            "saves-visible-when-whole",
-            f"{name}, but no step that filled a block of that hash was applied and found good.",
-        )
+        if block_hash in self._truth.forgotten:
+            property_id, why = "reset-forgets", "though reset_cache had forgotten it"
+        elif block_hash in self._truth.homes:
+            property_id = "saves-visible-when-whole"
+            why = "but no step that filled a block of that hash was applied and found good"
+        else:
+            property_id = "loaded-kv-right"
+            why = "but nobody ever computed a block of that hash: it is another one's KV"
+        self._watch.findings.add(property_id, f"{name}, {why}.")

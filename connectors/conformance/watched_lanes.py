@@ -16,8 +16,8 @@ class WatchedLanes(VirtualLanes):
         self._watch = watch
         self.names: set[str] = set()
         """Of all lanes that were ever asked for."""
-        self.num_waits = 0
-        """Waits that go on."""
+        self.waits: list[str] = []
+        """Labels of what is waited for, the innermost last."""
         self.num_done = 0
         """Pieces of work that have ended."""
 
@@ -32,8 +32,8 @@ class WatchedLanes(VirtualLanes):
 
     def run_until_ended(self, asked: VirtualGate | VirtualLane, *, may_give_up: bool) -> bool:
         """See the base class."""
-        self.num_waits += 1
+        self.waits.append(asked.label)
         try:
             return super().run_until_ended(asked, may_give_up=may_give_up)
         finally:
-            self.num_waits -= 1
+            self.waits.pop()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from interlace.connectors.conformance.harness import Harness
 from interlace.connectors.conformance.stage import Scenario, Stage
 
 _OF_LOADS = frozenset(
@@ -30,6 +31,7 @@ def _cold(stage: Stage) -> None:
 def _hit(stage: Stage) -> None:
     """So many blocks stored, so many of them cached here too, and a rest to compute."""
     with stage.engine() as engine:
+        _same_block_elsewhere(stage, engine)
         for num_stored in range(1, 5):
             for num_local in range(num_stored):
                 prompt = stage.prompt(num_stored, 2)
@@ -44,6 +46,16 @@ def _hit(stage: Stage) -> None:
                 stage.forget_local(engine)
     stage.need_loads()
     stage.need_right_kv()
+
+
+def _same_block_elsewhere(stage: Stage, engine: Harness) -> None:
+    """A stored block's tokens come again, after other ones: that is other KV."""
+    first, second, third = stage.prompt(1), stage.prompt(1), stage.prompt(1)
+    stage.store(engine, [*first, *third, 1])
+    stage.store(engine, [*second, *first, 1])
+    engine.add("elsewhere", [*second, *third, *first, 1], max_tokens=2)
+    engine.run()
+    stage.forget_local(engine)
 
 
 def _full_hit(stage: Stage) -> None:
@@ -79,6 +91,9 @@ def _chunked(stage: Stage) -> None:
         stage.forget_local(engine)
         for place, prompt in enumerate(prompts):
             engine.add(f"again{place}", prompt, max_tokens=5)
+        engine.run()
+        stage.forget_local(engine)
+        for place, prompt in enumerate(prompts):
             engine.add(f"further{place}", prompt + stage.prompt(3, 1), max_tokens=5)
         engine.run()
     stage.need_right_kv()
@@ -126,5 +141,5 @@ SCENARIOS = (
 )
 SHARING = (
     Scenario("shared-prefix", _shared_prefix, _OF_LOADS, in_many_orders=True),
-    Scenario("keys-tell-salts-apart", _salts, frozenset(("saves-visible-when-whole",))),
+    Scenario("keys-tell-salts-apart", _salts, frozenset(("loaded-kv-right",))),
 )
