@@ -1,4 +1,4 @@
-"""KV blocks in folders of safetensors files, shared by processes: identity, files, index, threads.
+"""KV blocks in folders of safetensors files, shared by processes: identity, files, index, lanes.
 
 A folder holds a run of consecutive blocks and never changes once it is visible:
 

@@ -5,6 +5,7 @@ The event loop asks and adds; it never waits for the lane, and nothing looks whi
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 
@@ -16,6 +17,9 @@ from interlace.engine.ports import Gate, Lanes
 
 _STALE = 2.0
 """Times `refresh_s`: what is older is not answered from while a look is under way."""
+_AWAITED_S = 60.0
+"""A look that an answer waited for serves it at any age up to this one: between the two questions
+lies a step, which may take longer than a look is good for otherwise."""
 
 
 class FolderIndex:
@@ -43,6 +47,8 @@ class FolderIndex:
         self._clock = clock
         self._looked_at: float | None = None  # when the last look ended
         self._is_closed = False
+        self._is_awaited = False  # an answer waits for the latest look
+        self._has_served = False  # and has had it
         self._begin_look()
 
     def _begin_look(self) -> None:
@@ -55,21 +61,40 @@ class FolderIndex:
         self._looked_at = self._clock()
 
     def keep_fresh(self) -> None:
-        """Begin a look if it is due. Call it often."""
+        """A `schedule()` is over: begin a look if it is due."""
         if self._is_closed or not self._look.query():
             return
-        if self._looked_at is None or self._clock() - self._looked_at >= self._refresh_s:
+        if self._has_served:
+            self._is_awaited = self._has_served = False
+        if not self._serves_who_waited:
+            self._begin_if_due()
+
+    def _begin_if_due(self) -> None:
+        if not self._is_closed and self._age_s >= self._refresh_s:
             self._begin_look()
 
     @property
     def is_ready(self) -> bool:
         """Whether `known` may be answered from: not while it is being built, or brought up to date
         after a long time without questions, unless that takes longer than the deadline."""
-        self.keep_fresh()
-        now, looked_at = self._clock(), self._looked_at
-        if looked_at is not None and now - looked_at <= _STALE * self._refresh_s:
-            return True
-        return self._look.query() or now - self._asked_at >= self._deadline_s
+        if self._look.query():
+            if self._serves_who_waited:
+                self._has_served = True
+                return True
+            self._begin_if_due()
+        is_ready = self._age_s <= _STALE * self._refresh_s or self._look.query()
+        self._is_awaited |= not is_ready
+        return is_ready or self._clock() - self._asked_at >= self._deadline_s
+
+    @property
+    def _serves_who_waited(self) -> bool:
+        return self._is_awaited and self._age_s <= _AWAITED_S
+
+    @property
+    def _age_s(self) -> float:
+        """Seconds since a look has ended."""
+        looked_at = self._looked_at
+        return math.inf if looked_at is None else self._clock() - looked_at
 
     def close(self) -> None:
         """Look no more. Does not wait: a hung mount must not hold up anyone."""

@@ -16,7 +16,7 @@ _SMALL = 8
 
 
 class StagingPool:
-    """Slots of one size. Taken on the device thread, given back on the writer thread."""
+    """Slots of one size. Taken on the device thread, given back on the lane that writes."""
 
     def __init__(self, slot_bytes: int) -> None:
         """Touches the first slot, so that the first save is as quick as the others."""

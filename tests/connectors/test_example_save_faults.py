@@ -26,7 +26,7 @@ PROMPT = list(range(9))
 
 
 class Gate:
-    """Holds the writer thread before it writes, until the test opens it."""
+    """Holds the lane that writes before it does, until the test opens it."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.opened = threading.Event()

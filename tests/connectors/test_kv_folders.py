@@ -627,6 +627,37 @@ def test_after_a_long_time_without_questions_the_answer_is_looked_up_first(
     assert lanes.pending
 
 
+@pytest.mark.parametrize("ends_in_time", [False, True])
+def test_a_question_waits_for_one_look_however_long_the_steps_are(
+    store: KVFolders, ends_in_time: bool
+) -> None:
+    """A step of ten seconds lies between two rounds of questions: no look is young then."""
+    index, hands, lanes = a_timed_index(store, "lazy")
+    lanes.drain()
+    for _ in range(3):
+        hands.now += 10.0
+        assert not ready(index)
+        if ends_in_time:
+            lanes.drain()
+        index.keep_fresh()
+        lanes.drain()
+        hands.now += 10.0
+        assert [ready(index), ready(index)] == [True, True], "all of a round are answered"
+        index.keep_fresh()
+        lanes.drain()
+
+
+def test_an_answer_that_nobody_fetched_grows_old(store: KVFolders) -> None:
+    index, hands, lanes = a_timed_index(store, "lazy")
+    lanes.drain()
+    hands.now += 100.0
+    assert not ready(index)
+    lanes.drain()
+    hands.now += 100.0
+    index.keep_fresh()
+    assert lanes.pending == ["index#3"]
+
+
 def test_closing_the_index_waits_for_no_look_that_hangs(store: KVFolders) -> None:
     lanes = VirtualLanes(0, "lazy")
     index = FolderIndex([store], Tally(), lanes, refresh_s=1.0, deadline_s=5.0)
