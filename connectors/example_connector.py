@@ -93,10 +93,15 @@ class ExampleConnector(KVConnectorBase_V1):
     ) -> None:
         """The scheduler side begins to index the directory; the worker side tries it.
 
-        Raises: `ConfigError` for bad options, and on the worker side of a producer for a
-        directory that cannot be written.
+        Raises: `ConfigError` for bad options, for an engine that keeps hidden states beside its
+        KV, and on the worker side of a producer for a directory that cannot be written.
         """
         super().__init__(vllm_config, role, kv_cache_config)
+        if vllm_config.hidden_state_layer_ids:
+            raise ConfigError(
+                "ExampleConnector does not store hidden states, so prompts that it loads would lack"
+                " them: leave out hidden_state_layer_ids, or this connector."
+            )
         self.options = ExampleConnectorOptions.of(self._kv_transfer_config)
         self._folders = KVFolders(self.options.root, KVIdentity.of(vllm_config))
         self._tally = Tally()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import shutil
 from pathlib import Path
@@ -18,6 +19,7 @@ from interlace.connectors.example_stats import ExampleConnectorStats
 from interlace.connectors.kv_folders.folders import KVFolders
 from interlace.connectors.kv_folders.identity import KVIdentity
 from interlace.engine.errors import ConfigError
+from interlace.engine.kv_connector import KVConnectorRole
 from interlace.engine.kv_events import MEDIUM_STORAGE, BlockRemoved, BlockStored
 from interlace.layers.virtual_lanes import VirtualLanes
 
@@ -342,5 +344,9 @@ def test_what_it_asks_of_an_engine(tmp_path: Path) -> None:
     ) as engine:
         engine.run(PROMPT)
         assert folders(tmp_path / "kv")
-    with pytest.raises(ConfigError):
-        ExampleEngine(example_config(""))
+
+
+def test_an_engine_that_keeps_hidden_states_is_refused(tmp_path: Path) -> None:
+    config = dataclasses.replace(example_config(tmp_path), hidden_state_layer_ids=(1,))
+    with pytest.raises(ConfigError, match="hidden_state_layer_ids"):
+        ExampleConnector(config, KVConnectorRole.WORKER)
