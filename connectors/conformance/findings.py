@@ -57,10 +57,15 @@ class Findings:
 
     def __init__(self, trace: Trace) -> None:
         self._trace = trace
-        self._first: Violation | None = None
+        self._first: Exception | None = None
 
     def __bool__(self) -> bool:
         return self._first is not None
+
+    def broke(self, error: Exception) -> None:
+        """Note an exception of the check's own code, which must not be taken for a connector's."""
+        if self._first is None:
+            self._first = error
 
     def add(self, property_id: str, message: str) -> None:
         """Note a violation, unless one was noted before."""
@@ -69,6 +74,6 @@ class Findings:
             self._first = Violation(property_id, message, self._trace.newest())
 
     def raise_first(self) -> None:
-        """Raises: `Violation`, if there is one."""
+        """Raises: `Violation`, if there is one, or what broke the check."""
         if self._first is not None:
             raise self._first

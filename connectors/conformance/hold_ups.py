@@ -30,9 +30,7 @@ class HoldUps(Detector):
 
     @property
     def _waits(self) -> bool:
-        return (
-            self._lanes.policy == "lazy" and self._lanes.num_waits > 0 and bool(self._watch.calls)
-        )
+        return self._lanes.policy == "lazy" and bool(self._lanes.waits and self._watch.calls)
 
     def before_work(self, label: str) -> None:
         """See `Detector`."""

@@ -7,7 +7,7 @@ would take an exception for the connector's own.
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 from interlace.connectors.conformance.findings import Findings, Trace
@@ -53,7 +53,7 @@ class Watch:
         self.step: SchedulerOutput | None = None
         """The newest step that the workers were given."""
         self.step_is_running = False
-        self._told: dict[tuple[str, str], tuple[Detector, ...]] = {}
+        self._told: dict[tuple[str, str], tuple[Callable[[Any], None], ...]] = {}
         self.evidence: collections.Counter[str] = collections.Counter()
         """What was seen, so that nothing passes that was not looked at."""
 
@@ -78,8 +78,7 @@ class Watch:
     ) -> Any:
         """Call a hook. Raises: what it raises."""
         call = HookCall(role, rank, connector, hook.__name__, args, kwargs)
-        for detector in self._listeners("before", call.hook):
-            detector.before(call)
+        self._tell("before", call.hook, call)
         self.calls.append(call)
         try:
             call.answer = hook(*args, **kwargs)
@@ -89,8 +88,7 @@ class Watch:
         finally:
             self.calls.pop()
             self._note_end(call)
-            for detector in self._listeners("after", call.hook):
-                detector.after(call)
+            self._tell("after", call.hook, call)
         return call.answer
 
     def _note_end(self, call: HookCall) -> None:
@@ -107,29 +105,31 @@ class Watch:
                 call.has_line = True
                 self.trace.note(f"{call.describe()} ...")
 
-    def _listeners(self, moment: str, hook: str = "") -> Iterator[Detector]:
+    def _tell(self, moment: str, hook: str, what: object) -> None:
         """What comes after the first finding may follow from it: nobody is told any more."""
         key = (moment, hook)
         if key not in self._told:
-            self._told[key] = tuple(one for one in self.detectors if _listens(one, moment, hook))
-        for detector in self._told[key]:
-            if self.findings:
-                return
-            yield detector
+            told = [one for one in self.detectors if _listens(one, moment, hook)]
+            self._told[key] = tuple(getattr(one, moment) for one in told)
+        try:
+            for listener in self._told[key]:
+                if self.findings:
+                    return
+                listener(what)
+        except Exception as error:  # noqa: BLE001 - ours: the engine must not see it
+            self.findings.broke(error)
 
     def begin_work(self, label: str) -> None:
         """A lane lets work run."""
         self._note_calls_that_go_on()
         self.trace.note(f"lane      {label}")
-        for detector in self._listeners("before_work"):
-            detector.before_work(label)
+        self._tell("before_work", "", label)
 
     def end_work(self, label: str, error: BaseException | None) -> None:
         """It has ended."""
         if error is not None:
             self.trace.note(f"lane      {label} raised {type(error).__name__}: {error}")
-        for detector in self._listeners("after_work"):
-            detector.after_work(label)
+        self._tell("after_work", "", label)
 
     def hook_that_runs(self) -> str | None:
         """`Class.hook` of the innermost call that goes on. Any thread."""
