@@ -18,6 +18,10 @@ class WatchedLanes(VirtualLanes):
         """Of all lanes that were ever asked for."""
         self.waits: list[str] = []
         """Labels of what is waited for, the innermost last."""
+        self.holds_back = False
+        """While it is set, questions let nothing run: only waits do."""
+        self.newest_first = False
+        """Of lanes that the policy does not tell apart, the newest one advances first."""
         self.num_done = 0
         """Pieces of work that have ended."""
 
@@ -29,6 +33,17 @@ class WatchedLanes(VirtualLanes):
         """See the base class."""
         self.names.add(name)
         return super().lane(name, max_pending=max_pending)
+
+    def poll(self, asked: VirtualGate | VirtualLane) -> None:
+        """See the base class."""
+        if not self.holds_back:
+            super().poll(asked)
+
+    def _choose(self) -> VirtualLane | None:
+        able = [lane for lane in self._lanes if lane.can_advance]
+        if self.newest_first and able:
+            return min(reversed(able), key=self._rank)
+        return super()._choose()
 
     def run_until_ended(self, asked: VirtualGate | VirtualLane, *, may_give_up: bool) -> bool:
         """See the base class."""

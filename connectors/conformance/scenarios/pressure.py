@@ -8,8 +8,10 @@ from interlace.connectors.conformance.stage import Scenario, Stage
 
 
 def _preempted(stage: Stage) -> None:
-    """Three requests grow until one of them has to give up its blocks; later they come again."""
+    """Requests grow until one of them has to give up its blocks, while it answers or before;
+    later all of them come again."""
     size = stage.block_size
+    num_preemptions = 0
     with stage.engine(num_blocks=10, max_num_batched_tokens=3 * size + 2) as engine:
         prompts = [stage.prompt(2, 1 + place) for place in range(3)]
         for turn in ("first", "again"):
@@ -17,22 +19,41 @@ def _preempted(stage: Stage) -> None:
                 engine.add(f"{turn}{place}", prompt, max_tokens=3 * size)
             engine.run()
             stage.forget_local(engine)
-        _reload(stage, engine, alone=True)
-        preemptions = sum(request.num_preemptions for request in engine.requests.values())
+        _reload(stage, engine)
+        num_preemptions += _count_preemptions(engine)
+    for budget in range(size + 1, size + 4):
+        with stage.engine(num_blocks=12, max_num_batched_tokens=budget) as engine:
+            _preempt_in_prefill(stage, engine)
+            num_preemptions += _count_preemptions(engine)
     stage.need_right_kv()
-    if not preemptions:
+    if not num_preemptions:
         raise NotJudged("nothing was preempted")
 
 
-def _reload(stage: Stage, engine: Harness, *, alone: bool) -> None:
-    """Let all that was computed so far be loaded, as far as it is stored."""
+def _preempt_in_prefill(stage: Stage, engine: Harness) -> None:
+    """A long prompt is computed in chunks that end within blocks, while two requests take away
+    what it needs."""
+    size = stage.block_size
+    for place in range(2):
+        engine.add(f"grows{place}", stage.prompt(1, 1 + place), max_tokens=3 * size + 2)
+    engine.steps(3)
+    engine.add("long", stage.prompt(6, 2), max_tokens=2)
+    engine.run()
+    stage.forget_local(engine)
+    _reload(stage, engine)
+
+
+def _count_preemptions(engine: Harness) -> int:
+    return sum(request.num_preemptions for request in engine.requests.values())
+
+
+def _reload(stage: Stage, engine: Harness) -> None:
+    """Let all that was computed so far be loaded, one by one, as far as it is stored."""
     sequences = {tuple(request.all_token_ids) for request in engine.requests.values()}
     for number, sequence in enumerate(sorted(sequences)):
         engine.add(f"reload{number}", [*sequence, 1], max_tokens=1)
-        if alone:
-            engine.run()
-            stage.forget_local(engine)
-    engine.run()
+        engine.run()
+        stage.forget_local(engine)
 
 
 def _saves_fenced(stage: Stage) -> None:
@@ -48,7 +69,7 @@ def _saves_fenced(stage: Stage) -> None:
             engine.add(f"long{number}", stage.prompt(2, number), max_tokens=3 * size)
         engine.run()
         engine.lanes.drain()
-        _reload(stage, engine, alone=True)
+        _reload(stage, engine)
     stage.need_right_kv()
     stage.need_loads()
 

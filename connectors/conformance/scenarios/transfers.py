@@ -3,36 +3,40 @@
 from __future__ import annotations
 
 from interlace.connectors.conformance.findings import NotJudged
-from interlace.connectors.conformance.stage import Scenario, Stage, Variant
+from interlace.connectors.conformance.harness import Harness
+from interlace.connectors.conformance.stage import Scenario, Stage
 
 _SEEDS = 5
 
 
 def _any_order(stage: Stage) -> None:
-    """Loads of different lengths and saves go on together, with each lane first in turn."""
+    """Loads of different lengths and saves are held back, and then end in one order and in the
+    other; and in some that a seed chooses."""
     if not stage.bench.lane_names:
         raise NotJudged("it uses no lanes, so its transfers have one order")
-    names = sorted(stage.bench.lane_names)
-    orders = [Variant(stage.variant.depth, tuple(order)) for order in (names, names[::-1])]
-    orders += [
-        Variant(stage.variant.depth, "seed", 100 + stage.variant.lane_seed + seed)
-        for seed in range(_SEEDS)
-    ]
-    for place, order in enumerate(orders):
-        _mix(stage, place, order)
+    names = tuple(sorted(stage.bench.lane_names))
+    for is_reversed in (False, True):
+        shape = {"lane_policy": names[::-1] if is_reversed else names}
+        with stage.engine(**shape) as engine:
+            engine.lanes.newest_first = is_reversed
+            _mix(stage, engine, is_held_back=True)
+    for number in range(_SEEDS):
+        seed = 100 + stage.variant.lane_seed + number
+        with stage.engine(lane_policy="seed", lane_seed=seed) as engine:
+            _mix(stage, engine, is_held_back=False)
 
 
-def _mix(stage: Stage, place: int, order: Variant) -> None:
-    shape = {"lane_policy": order.lane_policy, "lane_seed": order.lane_seed}
-    with stage.engine(**shape) as engine:
-        stored = [stage.prompt(num_blocks, 1) for num_blocks in (3, 1, 2, 1)]
-        for prompt in stored:
-            stage.store(engine, prompt)
-        for number, prompt in enumerate(stored):
-            engine.add(f"load{number}order{place}", prompt + stage.prompt(1), max_tokens=3)
-            engine.add(f"save{number}order{place}", stage.prompt(1, 1), max_tokens=3)
-            engine.steps(1)
-        engine.run()
+def _mix(stage: Stage, engine: Harness, *, is_held_back: bool) -> None:
+    stored = [stage.prompt(num_blocks, 1) for num_blocks in (3, 1, 2, 1)]
+    for prompt in stored:
+        stage.store(engine, prompt)
+    engine.lanes.holds_back = is_held_back
+    for number, prompt in enumerate(stored):
+        engine.add(f"load{number}", prompt + stage.prompt(1), max_tokens=3)
+        engine.add(f"save{number}", stage.prompt(1, 1), max_tokens=3)
+        engine.steps(1)
+    engine.lanes.holds_back = False
+    engine.run()
 
 
 SCENARIOS = (
