@@ -7,6 +7,8 @@ InterlaceError
 │   └── SamplingError               a sampling field is unknown or out of range
 ├── ConnectorError                  a KV connector broke the protocol, or one of its hooks raised
 ├── LaneFullError                   a lane has as much queued work as it may: drop it, or wait
+├── LaneClosedError                 a lane was closed before the work could run
+├── VirtualLaneError                with real lanes this wait would never end
 ├── ModelError                      a model cannot be found, read, or is of an unsupported kind
 ├── EngineBusyError                 the waiting queue is full: retry later
 └── EngineDeadError                 the step loop has ended: sticky, every caller gets it at once
@@ -52,6 +54,20 @@ class LaneFullError(InterlaceError):
     """A lane has `max_pending` pieces of work queued and takes no more; nothing was queued.
 
     Drop the work and count it, or wait for a gate and try again.
+    """
+
+
+class LaneClosedError(InterlaceError):
+    """The lane takes no more work, or ended before this work began: it never ran.
+
+    Submit before the lane is closed, and close it with a timeout that lets its work end.
+    """
+
+
+class VirtualLaneError(InterlaceError):
+    """With real lanes this would hang: somebody waits for a gate, and nothing can run.
+
+    The message names the lanes with queued work, and what each of them waits for.
     """
 
 

@@ -121,12 +121,13 @@ class Lane(Protocol):
     def submit(self, work: Callable[[], None]) -> Gate:
         """Queue `work`; the gate opens when it has ended, and fails with what it raises.
 
-        Raises: `LaneFullError`, and queues nothing, if `max_pending` are queued already.
+        Raises: `LaneFullError`, and queues nothing, if `max_pending` have not ended yet;
+        `LaneClosedError` after `close`.
         """
         ...
 
     def record(self) -> Gate:
-        """A gate that opens when all work queued so far has ended.
+        """A gate that opens when all that was queued and waited for so far has ended.
 
         It fails with the first exception among the work queued since the last `record`.
         """

@@ -11,15 +11,8 @@ from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import Generic, Protocol, TypeVar
 
-from interlace.engine.errors import InterlaceError, LaneFullError
+from interlace.engine.errors import LaneClosedError, LaneFullError
 from interlace.engine.ports import Gate
-
-
-class LaneClosedError(InterlaceError):
-    """The lane takes no more work, or ended before this work began: it never ran.
-
-    Submit before the lane is closed, and close it with a timeout that lets its work end.
-    """
 
 
 class EndableGate(Gate, Protocol):

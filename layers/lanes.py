@@ -20,9 +20,7 @@ import weakref
 from collections.abc import Callable
 
 from interlace.engine.ports import Gate
-from interlace.layers.lane_queue import Entry, LaneClosedError, LaneQueue, without_frames
-
-__all__ = ["LaneClosedError", "ThreadGate", "ThreadLane", "ThreadLanes"]
+from interlace.layers.lane_queue import Entry, LaneQueue, without_frames
 
 
 class ThreadGate:

@@ -6,16 +6,9 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Protocol
 
-from interlace.engine.errors import InterlaceError
+from interlace.engine.errors import VirtualLaneError
 from interlace.engine.ports import Gate
 from interlace.layers.lane_queue import LaneQueue
-
-
-class VirtualLaneError(InterlaceError):
-    """With real lanes this would hang: somebody waits for a gate, and nothing can run.
-
-    The message names the lanes with queued work, and what each of them waits for.
-    """
 
 
 class Driver(Protocol):

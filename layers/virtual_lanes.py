@@ -14,11 +14,11 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Literal
 
-from interlace.engine.errors import ConfigError
+from interlace.engine.errors import ConfigError, VirtualLaneError
 from interlace.layers.lane_queue import without_frames
-from interlace.layers.virtual_lane import VirtualGate, VirtualLane, VirtualLaneError
+from interlace.layers.virtual_lane import VirtualGate, VirtualLane
 
-__all__ = ["Policy", "VirtualGate", "VirtualLane", "VirtualLaneError", "VirtualLanes"]
+__all__ = ["Policy", "VirtualGate", "VirtualLane", "VirtualLanes"]
 
 Policy = Literal["seed", "eager", "lazy"] | Sequence[str]
 """Which lane advances, and when.

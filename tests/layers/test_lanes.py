@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from interlace.engine.errors import LaneFullError
+from interlace.engine.errors import LaneClosedError, LaneFullError
 from interlace.layers.lane_queue import without_frames
-from interlace.layers.lanes import LaneClosedError, ThreadGate, ThreadLane, ThreadLanes
+from interlace.layers.lanes import ThreadGate, ThreadLane, ThreadLanes
 
 PATIENCE_S = 20.0
 SRC = str(Path(__file__).resolve().parents[2] / "src")

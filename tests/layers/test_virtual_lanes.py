@@ -11,11 +11,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from interlace.engine.errors import ConfigError, LaneFullError
+from interlace.engine.errors import (
+    ConfigError,
+    LaneClosedError,
+    LaneFullError,
+    VirtualLaneError,
+)
 from interlace.engine.ports import Gate, Lane, Lanes
-from interlace.layers.lane_queue import LaneClosedError
 from interlace.layers.lanes import ThreadLanes
-from interlace.layers.virtual_lanes import Policy, VirtualLaneError, VirtualLanes
+from interlace.layers.virtual_lanes import Policy, VirtualLanes
 
 POLICIES: list[Policy] = ["seed", "eager", "lazy", ("load", "store"), ("store", "load")]
 
