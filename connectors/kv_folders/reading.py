@@ -10,8 +10,8 @@ import time
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
+from interlace.engine.errors import LaneClosedError
 from interlace.engine.ports import Lane, Lanes
-from interlace.layers.lanes import LaneClosedError
 
 logger = logging.getLogger(__name__)
 
