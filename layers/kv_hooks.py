@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Set
-from typing import Any, Self, TypeVar
+from typing import Any, NamedTuple, Self, TypeVar
 
 import torch
 
@@ -45,6 +45,19 @@ from interlace.layers.kv_pages import KVPages
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+
+class LayerHooks(NamedTuple):
+    """What one step calls around the KV write and the attention of layer i.
+
+    Where the step loads, an exception of `wait_for_layer_load` makes its blocks invalid; all others
+    are fatal: `ConnectorError`.
+    """
+
+    wait: Callable[[int], None]
+    """`wait_for_layer_load`, before."""
+    save: Callable[[int], None]
+    """`save_kv_layer`, after."""
 
 
 class KVHooks:
@@ -172,47 +185,50 @@ class KVHooks:
         self.pre_forward(output, None)
         return self.collect(output)
 
-    def maybe_transfer_kv_layer(self, attend: Attend, output: SchedulerOutput) -> Attend:
-        """`attend` with the layer hooks around it: wait before the KV write, save afterwards.
+    def layer_hooks(self, output: SchedulerOutput) -> LayerHooks | None:
+        """The hooks around the layers of this step; after `pre_forward`.
 
-        A connector that says it has no metadata is left alone, as the protocol has it. Where this
-        step loads, an exception of `wait_for_layer_load` makes its blocks invalid; all others
-        are fatal: `ConnectorError`.
+        None if the connector says that it has no metadata: then it is left alone, as the protocol
+        has it.
         """
-        connector = self._connector
-        if not connector.has_connector_metadata():
-            return attend
+        if not self._connector.has_connector_metadata():
+            return None
         by_layer = self._context.attn_metadata
         assert by_layer is not None, "layers run in steps with tokens"
         layers = [(n, layer.kv_cache, by_layer[n]) for n, layer in self._layers.items()]
 
+        def wait(layer: int) -> None:
+            self._wait_for_layer(output, layers[layer][0])
+
+        def save(layer: int) -> None:
+            self._call(self._connector.save_kv_layer, *layers[layer])
+
+        return LayerHooks(wait, save)
+
+    def maybe_transfer_kv_layer(self, attend: Attend, output: SchedulerOutput) -> Attend:
+        """`attend` with the layer hooks around it, if there are any: see `layer_hooks`."""
+        hooks = self.layer_hooks(output)
+        if hooks is None:
+            return attend
+
         def attend_and_transfer(
             layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
         ) -> torch.Tensor:
-            name, pages, metadata = layers[layer]
-            self._wait_for_layer(output, name)
+            hooks.wait(layer)
             attended = attend(layer, q, k, v)
-            self._call(connector.save_kv_layer, name, pages, metadata)
+            hooks.save(layer)
             return attended
 
         return attend_and_transfer
 
     def write_cache_only(self, output: SchedulerOutput, write: Callable[[], None]) -> None:
-        """`write` the cache-only layer, with the same hooks around it as around attention.
-
-        Raises: as what `maybe_transfer_kv_layer` returns.
-        """
-        connector = self._connector
-        if not connector.has_connector_metadata():
-            write()
-            return
-        by_layer = self._context.attn_metadata
-        assert by_layer is not None, "layers run in steps with tokens"
-        layer = self._layers[CACHE_ONLY_LAYER]
-        self._wait_for_layer(output, layer.layer_name)
+        """`write` the cache-only layer, the last one, with the same hooks as around attention."""
+        hooks = self.layer_hooks(output)
+        if hooks is not None:
+            hooks.wait(-1)
         write()
-        metadata = by_layer[layer.layer_name]
-        self._call(connector.save_kv_layer, layer.layer_name, layer.kv_cache, metadata)
+        if hooks is not None:
+            hooks.save(-1)
 
     def _wait_for_layer(self, output: SchedulerOutput, name: str) -> None:
         wait = self._connector.wait_for_layer_load
