@@ -98,10 +98,10 @@ class KeyForgetsPrefix(MemoryConnector):
 BROKEN = [
     Broken(ReservesAtTheQuery, "match-has-no-effects"),
     Broken(DropsWhatIsAskedFor, "match-has-no-effects"),
-    Broken(AsksForPatience, "bounded-time"),
-    Broken(PromisesMoreThanThereIs, "answers-lawful"),
-    Broken(AsynchronousNothing, "answers-lawful"),
+    Broken(AsksForPatience, "bounded-time", seen_in="tokens-hit"),
+    Broken(PromisesMoreThanThereIs, "answers-lawful", seen_in="tokens-hit"),
+    Broken(AsynchronousNothing, "answers-lawful", seen_in="tokens-cold"),
     Broken(LeavesOutTheLastBlock, "tokens-full-hit"),
     Broken(KeyForgetsSalt, "keys-tell-salts-apart"),
-    Broken(KeyForgetsPrefix, "loaded-kv-right"),
+    Broken(KeyForgetsPrefix, "loaded-kv-right", seen_in="tokens-hit"),
 ]

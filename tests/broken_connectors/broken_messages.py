@@ -72,9 +72,9 @@ class SendsNoMetadata(MemoryConnector):
 
 
 BROKEN = [
-    Broken(MutatesTheOutput, "output-not-mutated"),
+    Broken(MutatesTheOutput, "output-not-mutated", seen_in="tokens-hit"),
     Broken(NeverResetsThePlan, "plan-reset"),
     Broken(RepeatsSaves, "saves-fenced"),
-    Broken(KeepsMetadata, "metadata-cleared"),
-    Broken(SendsNoMetadata, "answers-lawful"),
+    Broken(KeepsMetadata, "metadata-cleared", seen_in="tokens-cold"),
+    Broken(SendsNoMetadata, "answers-lawful", seen_in="tokens-cold"),
 ]

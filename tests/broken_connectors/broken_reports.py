@@ -130,18 +130,18 @@ class OneRankKeepsQuiet(MemoryConnector):
 _ASYNC = {"load_async": True}
 
 BROKEN = [
-    Broken(NeverLetsGo, "promises-kept"),
-    Broken(NeverLetsGo, "promises-kept", {"save_async": True}),
-    Broken(LetsGoWhenAnotherEnds, "promises-kept"),
-    Broken(ForgetsLoadsOfAborted, "promises-kept", _ASYNC),
-    Broken(OneRankKeepsQuiet, "promises-kept", _ASYNC, workers=2),
+    Broken(NeverLetsGo, "promises-kept", seen_in="tokens-cold"),
+    Broken(NeverLetsGo, "promises-kept", {"save_async": True}, seen_in="tokens-cold"),
+    Broken(LetsGoWhenAnotherEnds, "promises-kept", seen_in="tokens-cold"),
+    Broken(ForgetsLoadsOfAborted, "promises-kept", _ASYNC, seen_in="aborted-in-every-state"),
+    Broken(OneRankKeepsQuiet, "promises-kept", _ASYNC, workers=2, seen_in="tokens-hit"),
     Broken(HidesFailures, "failures-exact"),
     Broken(HidesFailures, "failures-exact", _ASYNC),
     Broken(ReportsOneFailureOnly, "failures-exact"),
     Broken(ReportsWholeLoads, "failures-exact"),
     Broken(ReportsFailuresLate, "failures-exact", _ASYNC),
-    Broken(ReportsLoadsTwice, "reported-once", _ASYNC),
-    Broken(LetsGoTwice, "reported-once"),
-    Broken(LetsGoWhatItNeverHeld, "reports-known-ids"),
-    Broken(ReportsUnknownBlocks, "reports-known-ids"),
+    Broken(ReportsLoadsTwice, "reported-once", _ASYNC, seen_in="tokens-hit"),
+    Broken(LetsGoTwice, "reported-once", seen_in="tokens-cold"),
+    Broken(LetsGoWhatItNeverHeld, "reports-known-ids", seen_in="tokens-cold"),
+    Broken(ReportsUnknownBlocks, "reports-known-ids", seen_in="failures-exact"),
 ]

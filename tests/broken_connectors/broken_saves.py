@@ -12,6 +12,7 @@ from memory_scheduler import Tracked
 from memory_store import Record
 from memory_worker import StepSaves
 
+from interlace.connectors.step_tables import added_blocks
 from interlace.engine.kv_connector import KVConnectorMetadata
 from interlace.engine.request import Request
 from interlace.engine.scheduler_output import SchedulerOutput
@@ -106,6 +107,20 @@ class SavesThePromptAtOnce(MemoryConnector):
         return range(min(known.stop, len(tracked.block_ids)))
 
 
+class TakesNewBlocksForAll(MemoryConnector):
+    """Takes the blocks that a step adds to a request for all that the request has, as they are
+    after a preemption: later chunks are filed under the keys of earlier ones."""
+
+    def _follow_tables(self, output: SchedulerOutput) -> None:
+        for req_id, added, _ in added_blocks(output):
+            if added:
+                self._tracked[req_id].block_ids[:] = added
+
+    def full_blocks(self, tracked: Tracked, num_tokens: int) -> range:
+        full = super().full_blocks(tracked, num_tokens)
+        return full[: len(tracked.block_ids)]
+
+
 class CopiesAllButOneLayer(MemoryConnector):
     """Saves zeros for the last layer, as one does that counts layers wrongly."""
 
@@ -143,14 +158,6 @@ class ResetsNothing(MemoryConnector):
         return True
 
 
-class ResetsWhatIsThere(MemoryConnector):
-    """Forgets what is stored, and not what is on its way there: it is published after the reset."""
-
-    def reset_cache(self) -> bool:
-        self.store.clear()
-        return True
-
-
 _ASYNC = {"save_async": True}
 
 BROKEN = [
@@ -161,8 +168,9 @@ BROKEN = [
     Broken(TrustsBadGround, "saves-visible-when-whole"),
     Broken(CountsTokensItself, "tokens-preempted"),
     Broken(SavesThePromptAtOnce, "saves-visible-when-whole"),
-    Broken(CopiesAllButOneLayer, "loaded-kv-right"),
-    Broken(CompressesInPlace, "loads-write-only-their-blocks"),
-    Broken(BlindToRanks, "workers-agree", workers=2),
+    Broken(TakesNewBlocksForAll, "tokens-chunked"),
+    Broken(CopiesAllButOneLayer, "loaded-kv-right", seen_in="tokens-hit"),
+    Broken(CompressesInPlace, "loads-write-only-their-blocks", seen_in="tokens-cold"),
+    Broken(BlindToRanks, "workers-agree", workers=2, seen_in="tokens-hit"),
     Broken(ResetsNothing, "reset-forgets"),
 ]

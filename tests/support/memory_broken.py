@@ -29,11 +29,13 @@ class Broken:
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """Beside the store."""
     workers: int = 1
+    deadline_s: float = 20.0
+    """Enough for all runs but those that never end."""
+    seen_in: str = ""
+    """A property whose scenario shows it, if that of `property_id` does not or there is none."""
 
-    @property
-    def name(self) -> str:
-        """Of the class."""
-        return self.connector.__name__
+    def __str__(self) -> str:
+        return "-".join((self.connector.__name__, *self.options))
 
     def extra_config(self) -> dict[str, Any]:
         """For one check, with a store of its own."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from memory_messages import LoadOrder, MemoryMetadata, MemoryReport, MemoryStats, SaveOrder
@@ -106,36 +106,38 @@ class MemoryWorkerSide(KVConnectorBase_V1):
             load = Load(order)
             if order.is_async:
                 self._background_loads.append(load)
-                self._queue_load(load, functools.partial(self.load_layers, load, self._pages))
+                self._start_background_load(load)
             else:
                 self._step_loads.append(load)
         for layer_name in self._pages if self._step_loads else ():
-            self._queue_layer(layer_name)
+            for load in self._step_loads:
+                self._queue_layer(self._load_lane, load, layer_name)
+            self._layer_gates[layer_name] = self._load_lane.record()
 
-    def _queue_layer(self, layer_name: str) -> None:
-        for load in self._step_loads:
-            self._queue_load(load, functools.partial(self.load_layers, load, [layer_name]))
-        self._layer_gates[layer_name] = self._load_lane.record()
+    def _start_background_load(self, load: Load) -> None:
+        for layer_name in self._pages:
+            self._queue_layer(self._load_lane, load, layer_name)
 
-    def _queue_load(self, load: Load, work: Callable[[], None]) -> None:
+    def _queue_layer(self, lane: Lane, load: Load, layer_name: str) -> None:
         try:
-            load.gates.append(self._load_lane.submit(work))
+            gate = lane.submit(functools.partial(self.load_layer, load, layer_name))
         except LaneFullError:
             self._lose(load)
+        else:
+            load.gates.append(gate)
 
     def _lose(self, load: Load) -> None:
         """Nothing of it can be trusted, and nothing of the store is known to be damaged."""
         load.lost.update(block.block_id for block in load.order.blocks)
 
-    def load_layers(self, load: Load, layer_names: Iterable[str]) -> None:
-        """Fill these layers of the load's blocks. On the lane."""
-        for layer_name in layer_names:
-            for key, block_id in load.order.blocks:
-                try:
-                    self.load_block(layer_name, key, block_id)
-                except (LostBlockError, OSError):
-                    load.lost.add(block_id)
-                    load.lost_keys.add(key)
+    def load_layer(self, load: Load, layer_name: str) -> None:
+        """Fill one layer of the load's blocks. On the lane."""
+        for key, block_id in load.order.blocks:
+            try:
+                self.load_block(layer_name, key, block_id)
+            except (LostBlockError, OSError):
+                load.lost.add(block_id)
+                load.lost_keys.add(key)
 
     def load_block(self, layer_name: str, key: bytes, block_id: int) -> None:
         """Fill one layer of one block. On the lane. Raises: `LostBlockError`, `OSError`."""
