@@ -10,7 +10,10 @@ from interlace.layers.kernels.toolchain import next_power_of_2
 
 HEAD_SIZES = (64, 80, 96, 128, 256)
 """Head sizes that the kernels are tested with; others up to 256 in steps of 8 work as well."""
-MAX_SPLITS = 64
+MAX_SLOTS = 64
+MAX_SPLITS = 16
+PROGRAMS_PER_SM = 2
+"""Decode programs that a multiprocessor holds at a time."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -29,8 +32,8 @@ class Tiles:
 class AttentionPlan:
     """Grid and tiles of one call. The same plan serves every step that fits its numbers.
 
-    A step is served in two passes: requests with one new token, and those with more. Each program
-    takes a share of a request's keys; where there are several, a second kernel joins them.
+    A step is served in two passes: requests with one new token, and those with more. Where several
+    programs share the keys of a request, another kernel joins what they found.
     """
 
     num_tokens: int
@@ -41,10 +44,12 @@ class AttentionPlan:
     num_kv_heads: int
     head_dim: int
     decode: Tiles
-    decode_splits: int
+    decode_slots: int
+    """Programs among which the keys of all are dealt out, for each KV head; a power of two."""
     chunk: Tiles
     chunk_splits: int
-    """0: no request has more than one new token, and the pass is left out."""
+    """Programs that share the keys of a tile of query tokens. 0: no request has more than one new
+    token, and the pass is left out."""
 
     @property
     def group(self) -> int:
@@ -52,14 +57,29 @@ class AttentionPlan:
         return self.num_heads // self.num_kv_heads
 
     @property
+    def least_share(self) -> int:
+        """Keys that a program takes at least before another one helps it, in the first pass."""
+        return 4 * self.decode.keys
+
+    @property
     def chunk_tokens(self) -> int:
         """Query tokens of one program in the second pass."""
         return self.chunk.rows // self.group
 
     @property
+    def num_decode_items(self) -> int:
+        """Shares of keys in the first pass at most, for each KV head."""
+        return self.num_requests + (self.decode_slots if self.decode_slots > 1 else 0)
+
+    @property
+    def num_chunk_tiles(self) -> int:
+        """Tiles for any split of the tokens among the requests: each wastes less than one."""
+        return self.num_tokens // self.chunk_tokens + self.num_requests
+
+    @property
     def workspace_numel(self) -> int:
         """Float32 numbers that a call needs to put partial answers into."""
-        decode = self.num_requests * self.decode_splits if self.decode_splits > 1 else 0
+        decode = self.num_decode_items if self.decode_slots > 1 else 0
         chunk = self.num_tokens * self.chunk_splits if self.chunk_splits > 1 else 0
         return max(decode, chunk) * self.num_heads * (self.head_dim + 1)
 
@@ -76,7 +96,7 @@ def plan_attention(
     dtype: torch.dtype,
     num_sms: int,
 ) -> AttentionPlan:
-    """Choose tiles and splits.
+    """Choose tiles and shares.
 
     `max_query_len` and `max_seq_len` are bounds on the new tokens and on all tokens of any request,
     whatever is replayed; `num_sms` is the device's number of multiprocessors.
@@ -85,22 +105,21 @@ def plan_attention(
     assert group * num_kv_heads == num_heads, "query heads are dealt out evenly to KV heads"
     assert head_dim % 8 == 0, "rows of K and V begin at multiples of 16 bytes"
     assert head_dim <= max(HEAD_SIZES), "larger heads would not fit into a program"
-    decode = decode_tiles(head_dim, group, dtype)
-    chunk = chunk_tiles(head_dim, group, max_query_len, dtype)
-    decode_programs = num_requests * num_kv_heads
-    chunk_programs = (num_tokens // (chunk.rows // group) + 1) * num_kv_heads
-    return AttentionPlan(
+    plan = AttentionPlan(
         num_tokens=num_tokens,
         num_requests=num_requests,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        decode=decode,
-        decode_splits=_splits(decode_programs, 4 * num_sms, max_seq_len, decode.keys),
-        chunk=chunk,
-        chunk_splits=_splits(chunk_programs, num_sms, max_seq_len, 4 * chunk.keys)
-        if max_query_len > 1
-        else 0,
+        decode=decode_tiles(head_dim, group, dtype),
+        decode_slots=1,
+        chunk=chunk_tiles(head_dim, group, max_query_len, dtype),
+        chunk_splits=0,
+    )
+    return dataclasses.replace(
+        plan,
+        decode_slots=_slots(plan, max_seq_len, num_sms),
+        chunk_splits=_splits(plan, max_seq_len, num_sms) if max_query_len > 1 else 0,
     )
 
 
@@ -109,7 +128,9 @@ def decode_tiles(head_dim: int, group: int, dtype: torch.dtype) -> Tiles:
     rows = max(16, next_power_of_2(group))
     if dtype == torch.float32:
         return Tiles(rows, 16 if head_dim > 64 else 32, num_warps=4, num_stages=2)
-    return Tiles(rows, 32 if head_dim > 128 else 64, num_warps=4, num_stages=3)
+    if head_dim > 128:
+        return Tiles(rows, 32, num_warps=4, num_stages=5)
+    return Tiles(rows, 64, num_warps=2, num_stages=5)
 
 
 def chunk_tiles(head_dim: int, group: int, max_query_len: int, dtype: torch.dtype) -> Tiles:
@@ -121,10 +142,29 @@ def chunk_tiles(head_dim: int, group: int, max_query_len: int, dtype: torch.dtyp
         return Tiles(rows, 16 if head_dim > 64 else 32, num_warps=8, num_stages=2)
     rows = max(least, min(wanted, 128))
     warps = 8 if rows >= 128 else 4
-    return Tiles(rows, 32 if head_dim > 128 else 64, warps, 2 if head_dim > 128 else 3)
+    if head_dim > 128:
+        return Tiles(rows, 32, warps, num_stages=2)
+    return Tiles(rows, 64, warps, num_stages=5)
 
 
-def _splits(programs: int, wanted_programs: int, max_seq_len: int, least_keys: int) -> int:
-    """Shares of the keys: enough to occupy the device, but none of fewer than `least_keys`."""
-    most = -(-max_seq_len // least_keys)
-    return max(1, min(wanted_programs // programs, most, MAX_SPLITS))
+def _slots(plan: AttentionPlan, max_seq_len: int, num_sms: int) -> int:
+    """Enough to occupy the device, if there can be anything to share."""
+    if max_seq_len <= plan.least_share:
+        return 1
+    wanted = max(1, PROGRAMS_PER_SM * num_sms // plan.num_kv_heads)
+    return min(MAX_SLOTS, next_power_of_2(wanted + 1) // 2)
+
+
+def _splits(plan: AttentionPlan, max_seq_len: int, num_sms: int) -> int:
+    """What makes the programs fill the device in whole waves, without many parts to join.
+
+    A program alone takes a multiprocessor. Each part more costs about 4% for joining.
+    """
+    tiles = -(-plan.num_tokens // plan.chunk_tokens) * plan.num_kv_heads
+    most = max(1, min(MAX_SPLITS, max_seq_len // (4 * plan.chunk.keys)))
+
+    def cost(splits: int) -> float:
+        waves = -(-tiles * splits // num_sms)
+        return waves / splits * (1 + 0.04 * (splits - 1))
+
+    return min(range(1, most + 1), key=cost)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import torch
 from torch import Tensor
 
 from interlace.layers.kernels.toolchain import Pointer, Scalar, constexpr, jit, next_power_of_2, tl
@@ -80,9 +81,32 @@ def matvec_kernel(
 
 def matvec_tiles(n: int, k: int, rows: int) -> MatvecTiles:
     """Tiles for weights [n, k]: a table by shape, found by measuring."""
-    inputs = min(next_power_of_2(k), 1024)
-    outputs = 4 if n >= 4096 else 2
-    return MatvecTiles(outputs, inputs, num_warps=4)
+    if rows == 1:
+        if k >= 8192:
+            return MatvecTiles(4, 512, num_warps=8)
+        if k >= 4096:
+            return MatvecTiles(1 if n < 16384 else 2, 2048, num_warps=8)
+        if k >= 2048:
+            return MatvecTiles(1, 1024, num_warps=4)
+        return MatvecTiles(2, min(next_power_of_2(k), 1024), num_warps=4)
+    if rows == 2:
+        if 4096 <= k < 8192:
+            return MatvecTiles(4, 2048, num_warps=8)
+        if 2048 <= k < 4096:
+            return MatvecTiles(1, 1024, num_warps=2)
+        return MatvecTiles(2, 512, num_warps=2)
+    return MatvecTiles(2, 1024, num_warps=4) if rows <= 4 else MatvecTiles(1, 1024, num_warps=2)
+
+
+def prefers_matvec(n: int, k: int, rows: int, dtype: torch.dtype) -> bool:
+    """Whether this kernel beats the matrix library for weights [n, k], as measured on an H200.
+
+    With more rows each weight is used more often than it takes to load it; then only small
+    matrices gain, for which the library's choice is poor.
+    """
+    if dtype not in (torch.bfloat16, torch.float16):
+        return False
+    return rows <= 2 or (rows <= 4 and k >= 2048 and n * k <= 4_000_000)
 
 
 def matvec(

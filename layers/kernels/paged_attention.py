@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from interlace.layers.kernels.attention_kernels import attend_kernel, join_kernel
-from interlace.layers.kernels.attention_plan import AttentionPlan, Tiles
+from interlace.layers.kernels.attention_plan import AttentionPlan
+from interlace.layers.kernels.chunk_kernels import chunk_kernel, join_chunk_kernel
+from interlace.layers.kernels.decode_kernels import decode_kernel, join_decode_kernel
 from interlace.layers.kernels.toolchain import next_power_of_2
+
+LOG2_E = math.log2(math.e)
 
 
 def paged_attention(
@@ -42,67 +46,91 @@ def paged_attention(
     no row sees are not read. Asserted: that shapes and dtypes are the plan's.
     """
     _check(q, pages, block_table, seq_lens, query_start_loc, plan, out, workspace)
-    tensors = (q, pages, block_table, seq_lens, query_start_loc, out, workspace)
-    _pass(tensors, plan, scale, window, decode=True)
+    step = _Step(q, pages, block_table, seq_lens, query_start_loc, out, workspace)
+    _decode(step, plan, scale, window)
     if plan.chunk_splits:
-        _pass(tensors, plan, scale, window, decode=False)
+        _chunks(step, plan, scale, window)
     return out
 
 
-_Tensors = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+class _Step(NamedTuple):
+    """The tensors of a call."""
+
+    q: Tensor
+    pages: Tensor
+    block_table: Tensor
+    seq_lens: Tensor
+    query_start_loc: Tensor
+    out: Tensor
+    workspace: Tensor
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        """Of the block table's rows, of Q, of the answers, of the pages."""
+        return (
+            self.block_table.stride(0),
+            *self.q.stride()[:2],
+            *self.out.stride()[:2],
+            *self.pages.stride()[:4],
+        )
+
+    @property
+    def precision(self) -> str:
+        """What float32 products are computed in; 16-bit ones know no other way."""
+        return "ieee" if self.q.dtype == torch.float32 else "tf32"
 
 
-def _pass(
-    tensors: _Tensors, plan: AttentionPlan, scale: float, window: int, *, decode: bool
-) -> None:
-    """Requests with one new token, or those with more."""
-    q, pages, block_table, seq_lens, query_start_loc, out, workspace = tensors
-    tiles = plan.decode if decode else plan.chunk
-    splits = plan.decode_splits if decode else plan.chunk_splits
-    items = plan.num_requests if decode else _num_tiles(plan)
-    tokens = 1 if decode else plan.chunk_tokens
-    shares = (plan.num_requests if decode else plan.num_tokens) * plan.num_heads * splits
-    weight = workspace[shares * plan.head_dim :] if splits > 1 else workspace
-    attend_kernel[plan.num_kv_heads, splits, items](
-        q, pages, block_table, seq_lens, query_start_loc, out, workspace, weight,
-        plan.num_requests, splits, window, scale * math.log2(math.e), block_table.stride(0),
-        q.stride(0), q.stride(1), out.stride(0), out.stride(1), *pages.stride()[:4],
-        group=plan.group, head_dim=plan.head_dim, padded_dim=next_power_of_2(plan.head_dim),
-        block_size=pages.shape[2], tokens=tokens, rows=tiles.rows, keys=tiles.keys,
-        decode=decode, windowed=window > 0,
-        precision="ieee" if q.dtype == torch.float32 else "tf32",
+def _decode(step: _Step, plan: AttentionPlan, scale: float, window: int) -> None:
+    """Requests with one new token."""
+    tiles, items = plan.decode, plan.num_decode_items
+    weight = step.workspace[items * plan.num_heads * plan.head_dim :]
+    padded_dim, padded_requests = next_power_of_2(plan.head_dim), _size_class(plan.num_requests)
+    decode_kernel[plan.num_kv_heads, items](
+        step.q, step.pages, step.block_table, step.seq_lens, step.query_start_loc, step.out,
+        step.workspace, weight, plan.num_requests, window, scale * LOG2_E, *step.strides,
+        group=plan.group, head_dim=plan.head_dim, padded_dim=padded_dim,
+        block_size=step.pages.shape[2], rows=tiles.rows, keys=tiles.keys,
+        slots=plan.decode_slots, least=plan.least_share, padded_requests=padded_requests,
+        precision=step.precision, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+    )  # fmt: skip
+    if plan.decode_slots > 1:
+        join_decode_kernel[plan.num_heads, plan.num_requests](
+            step.seq_lens, step.query_start_loc, step.out, step.workspace, weight,
+            plan.num_requests, window, *step.out.stride()[:2],
+            head_dim=plan.head_dim, padded_dim=padded_dim, keys=tiles.keys,
+            slots=plan.decode_slots, least=plan.least_share, padded_requests=padded_requests,
+            num_warps=4,
+        )  # fmt: skip
+
+
+def _chunks(step: _Step, plan: AttentionPlan, scale: float, window: int) -> None:
+    """Requests with several new tokens."""
+    tiles, splits = plan.chunk, plan.chunk_splits
+    weight = step.workspace[plan.num_tokens * splits * plan.num_heads * plan.head_dim :]
+    padded_dim = next_power_of_2(plan.head_dim)
+    chunk_kernel[plan.num_kv_heads, splits, plan.num_chunk_tiles](
+        step.q, step.pages, step.block_table, step.seq_lens, step.query_start_loc, step.out,
+        step.workspace, weight, plan.num_requests, splits, window, scale * LOG2_E, *step.strides,
+        group=plan.group, head_dim=plan.head_dim, padded_dim=padded_dim,
+        block_size=step.pages.shape[2], tokens=plan.chunk_tokens, rows=tiles.rows, keys=tiles.keys,
+        windowed=window > 0, precision=step.precision,
         num_warps=tiles.num_warps, num_stages=tiles.num_stages,
     )  # fmt: skip
     if splits > 1:
-        _join(tensors, plan, weight, tiles, window, splits=splits, tokens=tokens, decode=decode)
+        join_chunk_kernel[plan.num_heads, plan.num_tokens](
+            step.seq_lens, step.query_start_loc, step.out, step.workspace, weight,
+            plan.num_requests, splits, window, *step.out.stride()[:2],
+            head_dim=plan.head_dim, padded_dim=padded_dim, tokens=plan.chunk_tokens,
+            keys=tiles.keys, padded_splits=next_power_of_2(splits), num_warps=4,
+        )  # fmt: skip
 
 
-def _join(
-    tensors: _Tensors,
-    plan: AttentionPlan,
-    weight: Tensor,
-    tiles: Tiles,
-    window: int,
-    *,
-    splits: int,
-    tokens: int,
-    decode: bool,
-) -> None:
-    """Join the shares of each query token."""
-    _, _, _, seq_lens, query_start_loc, out, workspace = tensors
-    items = plan.num_requests if decode else plan.num_tokens
-    join_kernel[plan.num_heads, items](
-        seq_lens, query_start_loc, out, workspace, weight, plan.num_requests, splits, window,
-        out.stride(0), out.stride(1),
-        head_dim=plan.head_dim, padded_dim=next_power_of_2(plan.head_dim), tokens=tokens,
-        keys=tiles.keys, padded_splits=next_power_of_2(splits), decode=decode,
-        num_warps=4,
-    )  # fmt: skip
-
-
-def _num_tiles(plan: AttentionPlan) -> int:
-    """Enough for any split of the tokens among the requests: each wastes less than one tile."""
-    return plan.num_tokens // plan.chunk_tokens + plan.num_requests
+def _size_class(num_requests: int) -> int:
+    """A power of two that holds them: few of them, since each is compiled by itself."""
+    size = 16
+    while size < num_requests:
+        size *= 4
+    return size
 
 
 def _check(

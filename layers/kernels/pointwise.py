@@ -19,14 +19,8 @@ from interlace.layers.kernels.toolchain import (
 )
 
 ACTIVATION_BLOCK = 1024
+FEW_ROWS = 16
 MAX_WIDTH = 32768
-
-
-@jit()
-def inverse_rms(x: Tile, size: constexpr, axis: constexpr, eps: Scalar) -> Tile:
-    """What makes the root mean square of `x` along `axis` 1; zeros behind `size` numbers."""
-    wide = x.to(tl.float32)
-    return tl.rsqrt(tl.sum(wide * wide, axis, keep_dims=True) / size + eps)
 
 
 @jit()
@@ -60,7 +54,9 @@ def rms_norm_kernel(
         value = (value.to(tl.float32) + more.to(tl.float32)).to(value.dtype)
         tl.store(x + row * x_stride + column, value, mask=inside)
     by = tl.load(weight + column, mask=inside, other=0.0)
-    answer = scaled(value, inverse_rms(value, width, 0, eps), by)
+    wide = value.to(tl.float32)
+    factor = tl.rsqrt(tl.sum(wide * wide, 0) / width + eps)
+    answer = scaled(value, factor, by)
     tl.store(out + row * out_stride + column, answer, mask=inside)
 
 
@@ -112,7 +108,8 @@ def silu_mul(gate_up: Tensor, *, out: Tensor) -> Tensor:
     assert gate_up.shape == (rows, 2 * width), "gate and up lie side by side"
     assert gate_up.stride(1) == out.stride(1) == 1, "rows are contiguous"
     assert gate_up.dtype == out.dtype, "one dtype"
-    block = min(ACTIVATION_BLOCK, next_power_of_2(width))
+    wanted = ACTIVATION_BLOCK // 2 if rows <= FEW_ROWS else ACTIVATION_BLOCK
+    block = min(wanted, next_power_of_2(width))
     silu_mul_kernel[rows, -(-width // block)](
         gate_up, out, gate_up.stride(0), out.stride(0), width=width, block=block, num_warps=4
     )

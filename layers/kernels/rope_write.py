@@ -5,10 +5,35 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from interlace.layers.kernels.pointwise import inverse_rms, scaled
-from interlace.layers.kernels.toolchain import Pointer, Scalar, constexpr, jit, next_power_of_2, tl
+from interlace.layers.kernels.pointwise import scaled
+from interlace.layers.kernels.toolchain import (
+    Pointer,
+    Scalar,
+    Tile,
+    constexpr,
+    jit,
+    next_power_of_2,
+    tl,
+)
 
-HEADS_AT_A_TIME = 4
+MANY_TOKENS = 256
+"""From here on each program takes more heads: there are programs enough."""
+
+
+@jit()
+def inverse_rms(x_1: Tile, x_2: Tile, size: constexpr, eps: Scalar) -> Tile:
+    """What makes the root mean square of each row of both halves together 1."""
+    wide_1 = x_1.to(tl.float32)
+    wide_2 = x_2.to(tl.float32)
+    squares = tl.sum(wide_1 * wide_1 + wide_2 * wide_2, 1, keep_dims=True)
+    return tl.rsqrt(squares / size + eps)
+
+
+@jit()
+def rotated(x: Tile, partner: Tile, c: Tile, s: Tile) -> Tile:
+    """`x * c + partner * s`, the first product rounded, as torch does it."""
+    first = (x.to(tl.float32) * c).to(x.dtype)
+    return (first.to(tl.float32) + partner.to(tl.float32) * s).to(x.dtype)
 
 
 @jit()
@@ -32,50 +57,50 @@ def rope_write_kernel(
     num_heads: constexpr,
     num_kv_heads: constexpr,
     head_dim: constexpr,
-    padded_dim: constexpr,
+    padded_half: constexpr,
     block_size: constexpr,
     heads_at_a_time: constexpr,
     has_norm: constexpr,
 ) -> None:
     """Some heads of one token. Grid: (heads of Q, K and V / heads_at_a_time rounded up, tokens).
 
-    A head is read twice, the second time with its halves swapped: each number beside its partner.
+    A head is held as its two halves: the rotation mixes number i of one with number i of the other.
     """
     half: constexpr = head_dim // 2
     token = tl.program_id(1).to(tl.int64)
     head = tl.program_id(0) * heads_at_a_time + tl.arange(0, heads_at_a_time)
-    dim = tl.arange(0, padded_dim)
-    other = tl.where(dim < half, dim + half, dim - half)  # the partner in the rotation
+    dim = tl.arange(0, padded_half)
     is_q = head < num_heads
     is_qk = head < num_heads + num_kv_heads
     real = head < num_heads + 2 * num_kv_heads
-    inside = real[:, None] & (dim < head_dim)[None, :]
-    at = qkv + token * token_stride + head[:, None] * head_dim
-    x = tl.load(at + dim[None, :], mask=inside, other=0.0)
-    y = tl.load(at + other[None, :], mask=inside, other=0.0)
-    raw = x
+    inside = real[:, None] & (dim < half)[None, :]
+    at = qkv + token * token_stride + head[:, None] * head_dim + dim[None, :]
+    raw_1 = tl.load(at, mask=inside, other=0.0)
+    raw_2 = tl.load(at + half, mask=inside, other=0.0)
+    x_1, x_2 = raw_1, raw_2
     if has_norm:
-        known = is_qk[:, None] & (dim < head_dim)[None, :]
-        weight_at = qk_norm + head[:, None] * head_dim
-        factor = inverse_rms(x, head_dim, 1, eps)
-        x = scaled(x, factor, tl.load(weight_at + dim[None, :], mask=known, other=0.0))
-        y = scaled(y, factor, tl.load(weight_at + other[None, :], mask=known, other=0.0))
-    angle = tl.load(positions + token) * half + dim % half
-    c = tl.load(cos + angle, mask=dim < head_dim, other=0.0).to(tl.float32)
-    s = tl.load(sin + angle, mask=dim < head_dim, other=0.0).to(tl.float32)
-    signed = tl.where(dim < half, -s, s)
-    turned = (x.to(tl.float32) * c[None, :]).to(raw.dtype).to(tl.float32)
-    turned = (turned + y.to(tl.float32) * signed[None, :]).to(raw.dtype)
+        known = is_qk[:, None] & (dim < half)[None, :]
+        by = qk_norm + head[:, None] * head_dim + dim[None, :]
+        factor = inverse_rms(x_1, x_2, head_dim, eps)
+        x_1 = scaled(x_1, factor, tl.load(by, mask=known, other=0.0))
+        x_2 = scaled(x_2, factor, tl.load(by + half, mask=known, other=0.0))
+    angle = tl.load(positions + token) * half + dim
+    c = tl.load(cos + angle, mask=dim < half, other=0.0).to(tl.float32)[None, :]
+    s = tl.load(sin + angle, mask=dim < half, other=0.0).to(tl.float32)[None, :]
+    turned_1 = rotated(x_1, x_2, c, -s)
+    turned_2 = rotated(x_2, x_1, c, s)
     q_at = q_out + token * q_token_stride + head[:, None] * q_head_stride + dim[None, :]
-    tl.store(q_at, turned, mask=inside & is_q[:, None])
+    tl.store(q_at, turned_1, mask=inside & is_q[:, None])
+    tl.store(q_at + half, turned_2, mask=inside & is_q[:, None])
 
     slot = tl.load(slot_mapping + token)
     kv_head = tl.where(is_qk, head - num_heads, head - num_heads - num_kv_heads)
     which = tl.where(is_qk, 0, half_stride)
     slot_at = slot // block_size * page_stride + slot % block_size * slot_stride
     kv_at = pages + slot_at + (which + kv_head * head_stride)[:, None] + dim[None, :]
-    kept = tl.where(is_qk[:, None], turned, raw)
-    tl.store(kv_at, kept, mask=inside & (head >= num_heads)[:, None] & (slot >= 0))
+    kept = inside & (head >= num_heads)[:, None] & (slot >= 0)
+    tl.store(kv_at, tl.where(is_qk[:, None], turned_1, raw_1), mask=kept)
+    tl.store(kv_at + half, tl.where(is_qk[:, None], turned_2, raw_2), mask=kept)
 
 
 def rope_and_write(
@@ -105,13 +130,14 @@ def rope_and_write(
     tokens, num_heads, head_dim = q_out.shape
     num_kv_heads = pages.shape[3]
     _check(qkv, positions, cos, sin, slot_mapping, pages, q_out, qk_norm)
-    groups = -(-(num_heads + 2 * num_kv_heads) // HEADS_AT_A_TIME)
+    at_a_time, warps = (16, 4) if tokens >= MANY_TOKENS else (4, 1)
+    groups = -(-(num_heads + 2 * num_kv_heads) // at_a_time)
     rope_write_kernel[groups, tokens](
         qkv, positions, cos, sin, slot_mapping, qkv if qk_norm is None else qk_norm, q_out, pages,
         eps, qkv.stride(0), q_out.stride(0), q_out.stride(1), *pages.stride()[:4],
         num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim,
-        padded_dim=next_power_of_2(head_dim), block_size=pages.shape[2],
-        heads_at_a_time=HEADS_AT_A_TIME, has_norm=qk_norm is not None, num_warps=4,
+        padded_half=next_power_of_2(head_dim // 2), block_size=pages.shape[2],
+        heads_at_a_time=at_a_time, has_norm=qk_norm is not None, num_warps=warps,
     )  # fmt: skip
     return q_out
 

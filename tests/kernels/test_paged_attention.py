@@ -9,15 +9,16 @@ from hypothesis import strategies as st
 from kernel_cases import AttentionCase, Heads
 
 from interlace.layers.attention_backend import KVCacheLayout
-from interlace.layers.kernels.attention_plan import HEAD_SIZES, plan_attention
+from interlace.layers.kernels.attention_plan import HEAD_SIZES, AttentionPlan, plan_attention
 from interlace.layers.kernels.toolchain import INTERPRETED
 
-pytestmark = pytest.mark.skipif(not INTERPRETED, reason="set TRITON_INTERPRET=1 to run these")
+interpreted = pytest.mark.skipif(not INTERPRETED, reason="set TRITON_INTERPRET=1 to run these")
 
 PADDING = (-1, 1)
 """A request of length 0 with one row."""
 
 
+@interpreted
 @settings(max_examples=12, deadline=None)
 @given(
     spans=st.lists(
@@ -30,7 +31,7 @@ PADDING = (-1, 1)
         max_size=4,
     ),
     heads=st.sampled_from([Heads(2, 1, 64), Heads(6, 2, 64), Heads(2, 2, 80), Heads(4, 1, 96)]),
-    splits=st.sampled_from([(1, 1), (3, 1), (2, 2), (5, 3)]),
+    shares=st.sampled_from([(1, 1), (4, 1), (2, 2), (16, 3)]),
     window=st.sampled_from([0, 0, 1, 40]),
     block_size=st.sampled_from([4, 16, 24]),
     seed=st.integers(0, 1000),
@@ -38,7 +39,7 @@ PADDING = (-1, 1)
 def test_mixed_batches_equal_the_twin(
     spans: list[tuple[int, int]],
     heads: Heads,
-    splits: tuple[int, int],
+    shares: tuple[int, int],
     window: int,
     block_size: int,
     seed: int,
@@ -47,18 +48,20 @@ def test_mixed_batches_equal_the_twin(
         spans, heads, dtype=torch.float32, seed=seed, block_size=block_size, spare_rows=seed % 3
     )
     plan = case.plan()
-    chunk_splits = splits[1] if plan.chunk_splits else 0
-    case.check(case.plan(decode_splits=splits[0], chunk_splits=chunk_splits), window)
+    chunk_splits = shares[1] if plan.chunk_splits else 0
+    case.check(case.plan(decode_slots=shares[0], chunk_splits=chunk_splits), window)
 
 
+@interpreted
 @pytest.mark.parametrize("head_dim", HEAD_SIZES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_every_head_size_in_every_pass(head_dim: int, dtype: torch.dtype) -> None:
     spans = [(130, 1), (3, 5), PADDING]
     case = AttentionCase.random(spans, Heads(2, 1, head_dim), dtype=dtype)
-    case.check(case.plan(decode_splits=4, chunk_splits=1))
+    case.check(case.plan(decode_slots=4, chunk_splits=1))
 
 
+@interpreted
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 @pytest.mark.parametrize("cross_layers", [False, True])
 def test_all_layouts_of_the_pages_give_the_same_bits(
@@ -72,11 +75,13 @@ def test_all_layouts_of_the_pages_give_the_same_bits(
     assert torch.equal(case.run(case.plan()), plain.run(plain.plan()))
 
 
+@interpreted
 def test_a_long_context_is_split_and_joined() -> None:
     case = AttentionCase.random([(2500, 1), (1, 1)], Heads(2, 1, 64), dtype=torch.float32)
-    case.check(case.plan(decode_splits=16))
+    case.check(case.plan(decode_slots=16))
 
 
+@interpreted
 def test_the_grid_does_not_depend_on_lengths() -> None:
     """A plan for a captured size serves any lengths: padding, short and long ones."""
     for spans in (
@@ -96,21 +101,23 @@ def test_the_grid_does_not_depend_on_lengths() -> None:
             dtype=torch.float32,
             num_sms=4,
         )
-        assert plan.decode_splits == 5
+        assert plan.decode_slots == 8
         case.check(plan)
 
 
-@pytest.mark.parametrize(
-    ("requests", "max_seq_len", "splits"),
-    [(1, 8192, 64), (8, 8192, 8), (32, 8192, 2), (256, 8192, 1), (1, 100, 2)],
-)
-def test_few_requests_are_split_and_many_are_not(
-    requests: int, max_seq_len: int, splits: int
-) -> None:
-    plan = plan_attention(
-        num_tokens=requests,
-        num_requests=requests,
-        max_query_len=1,
+@interpreted
+def test_each_request_has_shares_by_its_length() -> None:
+    """One long request among many short ones: only it is split, and all keys are seen once."""
+    spans = [(700, 1)] + [(3, 1)] * 6 + [PADDING]
+    case = AttentionCase.random(spans, Heads(2, 1, 64), dtype=torch.float32)
+    case.check(case.plan(decode_slots=8))
+
+
+def _plan(num_tokens: int, max_query_len: int, max_seq_len: int) -> AttentionPlan:
+    return plan_attention(
+        num_tokens=num_tokens,
+        num_requests=1 if max_query_len > 1 else num_tokens,
+        max_query_len=max_query_len,
         max_seq_len=max_seq_len,
         num_heads=32,
         num_kv_heads=8,
@@ -118,5 +125,16 @@ def test_few_requests_are_split_and_many_are_not(
         dtype=torch.bfloat16,
         num_sms=132,
     )
-    assert plan.decode_splits == splits
+
+
+@pytest.mark.parametrize(("max_seq_len", "slots"), [(8192, 32), (256, 1)])
+def test_short_contexts_need_no_join(max_seq_len: int, slots: int) -> None:
+    plan = _plan(8, 1, max_seq_len)
+    assert plan.decode_slots == slots
     assert plan.chunk_splits == 0
+    assert (plan.workspace_numel > 0) == (slots > 1)
+
+
+@pytest.mark.parametrize(("tokens", "splits"), [(16, 16), (128, 4), (8192, 1)])
+def test_short_chunks_share_long_contexts(tokens: int, splits: int) -> None:
+    assert _plan(tokens, tokens, 16384).chunk_splits == splits

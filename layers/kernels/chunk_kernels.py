@@ -1,13 +1,9 @@
-"""The two device functions of paged attention: attend, and join what several programs found.
-
-Softmax runs online in base 2: `peak` is a row's largest score so far, `total` the sum of
-exp2(score - peak), `acc` the sum of values with these weights. Slots that a row may not see are
-masked where they are loaded and where they are scored: they may hold NaN, and NaN times 0 is NaN.
-"""
+"""Attention of requests with several new tokens, in tiles of query tokens of one request."""
 
 from __future__ import annotations
 
-from interlace.layers.kernels.toolchain import Pointer, Scalar, Tile, constexpr, jit, tl
+from interlace.layers.kernels.attention_parts import attend_tile, finished, joined
+from interlace.layers.kernels.toolchain import Pointer, Scalar, constexpr, jit, tl
 
 
 @jit()
@@ -55,69 +51,8 @@ def visible_keys(
     return begin, end, share
 
 
-@jit()
-def attend_tile(
-    acc: Tile,
-    peak: Tile,
-    total: Tile,
-    q: Tile,
-    position: Tile,
-    key_start: Scalar,
-    begin: Scalar,
-    end: Scalar,
-    window: Scalar,
-    scale: Scalar,
-    table: Pointer,
-    k_pages: Pointer,
-    v_pages: Pointer,
-    page_stride: Scalar,
-    slot_stride: Scalar,
-    head_dim: constexpr,
-    padded_dim: constexpr,
-    block_size: constexpr,
-    keys: constexpr,
-    masked: constexpr,
-    precision: constexpr,
-) -> tuple[Tile, Tile, Tile]:
-    """Take `keys` more keys from `key_start` on into account, all visible unless `masked`."""
-    key = key_start + tl.arange(0, keys)
-    dim = tl.arange(0, padded_dim)
-    present = (key >= begin) & (key < end)
-    if masked:
-        block = tl.load(table + key // block_size, mask=present, other=0)
-    else:
-        block = tl.load(table + key // block_size)
-    slot = block.to(tl.int64) * page_stride + (key % block_size) * slot_stride
-    k_at = k_pages + slot[None, :] + dim[:, None]
-    v_at = v_pages + slot[:, None] + dim[None, :]
-    if masked:
-        k = tl.load(k_at, mask=present[None, :] & (dim < head_dim)[:, None], other=0.0)
-        v = tl.load(v_at, mask=present[:, None] & (dim < head_dim)[None, :], other=0.0)
-    elif padded_dim != head_dim:
-        k = tl.load(k_at, mask=(dim < head_dim)[:, None], other=0.0)
-        v = tl.load(v_at, mask=(dim < head_dim)[None, :], other=0.0)
-    else:
-        k = tl.load(k_at)
-        v = tl.load(v_at)
-    scores = tl.dot(q, k, input_precision=precision) * scale
-    if masked:
-        seen = present[None, :] & (key[None, :] <= position[:, None])
-        seen = seen & ((window == 0) | (key[None, :] > position[:, None] - window))
-        scores = tl.where(seen, scores, float("-inf"))
-    new_peak = tl.maximum(peak, tl.max(scores, 1))
-    shift = new_peak
-    if masked:  # a row that has seen nothing yet
-        shift = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-    weights = tl.exp2(scores - shift[:, None])
-    shrink = tl.exp2(peak - shift)
-    total = total * shrink + tl.sum(weights, 1)
-    acc = acc * shrink[:, None]
-    acc = tl.dot(weights.to(v.dtype), v, acc, input_precision=precision)
-    return acc, new_peak, total
-
-
 @jit("num_requests", "splits", "window", "table_stride")
-def attend_kernel(
+def chunk_kernel(
     q: Pointer,
     pages: Pointer,
     block_table: Pointer,
@@ -146,34 +81,23 @@ def attend_kernel(
     tokens: constexpr,
     rows: constexpr,
     keys: constexpr,
-    decode: constexpr,
     windowed: constexpr,
     precision: constexpr,
 ) -> None:
-    """One KV head's query heads, one tile of query tokens of one request, one share of its keys.
+    """One KV head's query heads, one tile of one request's query tokens, one share of its keys.
 
-    Grid: (kv heads, splits, requests or tiles). With `decode`, requests with one new token; else
-    those with more, long reaches first.
+    Grid: (kv heads, splits, tiles); the last tiles, which see the most, begin first.
     """
     kv_head = tl.program_id(0)
     split = tl.program_id(1)
-    item = tl.program_id(2)
-    if decode:
-        request = item
-        start = tl.load(query_start_loc + request)
-        count = tl.load(query_start_loc + request + 1) - start
-        first = item * 0
-        mine = count == 1
-    else:
-        item = tl.num_programs(2) - 1 - item
-        request = find_request(item, query_start_loc, num_requests, tokens)
-        start = tl.load(query_start_loc + request)
-        count = tl.load(query_start_loc + request + 1) - start
-        first = (item - start // tokens - request) * tokens
-        mine = (count > 1) & (first < count)
-    if not mine:
-        return
+    item = tl.num_programs(2) - 1 - tl.program_id(2)
+    request = find_request(item, query_start_loc, num_requests, tokens)
+    start = tl.load(query_start_loc + request)
+    count = tl.load(query_start_loc + request + 1) - start
     seq_len = tl.load(seq_lens + request)
+    first = (item - start // tokens - request) * tokens
+    if (count <= 1) | (first >= count):
+        return
     begin, end, share = visible_keys(seq_len, count, first, window, splits, tokens, keys)
     base = begin // keys * keys
     low = base + split * share
@@ -199,7 +123,7 @@ def attend_kernel(
     peak = tl.full((rows,), float("-inf"), tl.float32)
     total = tl.zeros((rows,), tl.float32)
     plain = low
-    if not (decode or windowed):  # whole tiles that every row sees need no masks
+    if not windowed:  # whole tiles that every row sees need no masks
         seen_by_all = tl.minimum(high, seq_len - count + first + 1)
         plain = low + tl.maximum(seen_by_all - low, 0) // keys * keys
         for key_start in range(low, plain, keys):
@@ -215,22 +139,18 @@ def attend_kernel(
             head_dim, padded_dim, block_size, keys, True, precision,  # noqa: FBT003
         )  # fmt: skip
 
-    total = tl.where(total > 0, total, 1.0)  # a row that has seen nothing: zeros, weight 0
-    answer = acc / total[:, None]
+    answer, log_weight = finished(acc, peak, total)
     if end - base <= share:  # no other program has keys
         out_at = out + at * out_token_stride + token * out_token_stride + head * out_head_stride
         tl.store(out_at[:, None] + dim[None, :], answer.to(out.dtype.element_ty), mask=mask)
     else:
-        item_row = at + token
-        if decode:
-            item_row = request + token
-        at_partial = (item_row * (tl.num_programs(0) * group) + head) * splits + split
+        at_partial = ((at + token) * (tl.num_programs(0) * group) + head) * splits + split
         tl.store(partial + at_partial[:, None] * head_dim + dim[None, :], answer, mask=mask)
-        tl.store(weight + at_partial, peak + tl.log2(total), mask=real)
+        tl.store(weight + at_partial, log_weight, mask=real)
 
 
 @jit("num_requests", "splits", "window")
-def join_kernel(
+def join_chunk_kernel(
     seq_lens: Pointer,
     query_start_loc: Pointer,
     out: Pointer,
@@ -246,41 +166,25 @@ def join_kernel(
     tokens: constexpr,
     keys: constexpr,
     padded_splits: constexpr,
-    decode: constexpr,
 ) -> None:
-    """Join the shares of one query token and head. Grid: (heads, requests or tokens)."""
+    """Join the shares of one query token and head, if there are several. Grid: (heads, tokens)."""
     head = tl.program_id(0)
     item = tl.program_id(1)
-    request = item
-    if not decode:
-        request = find_request(item, query_start_loc, num_requests, 0)
+    request = find_request(item, query_start_loc, num_requests, 0)
     start = tl.load(query_start_loc + request)
     count = tl.load(query_start_loc + request + 1) - start
+    seq_len = tl.load(seq_lens + request)
     token = item - start
-    if decode:
-        token = item * 0
-        mine = count == 1
-    else:
-        mine = (count > 1) & (token < count)
-    if not mine:
+    if (count <= 1) | (token >= count):
         return
     first = token // tokens * tokens
-    seq_len = tl.load(seq_lens + request)
     begin, end, share = visible_keys(seq_len, count, first, window, splits, tokens, keys)
     span = end - begin // keys * keys
-    if span <= share:  # the one program that had keys wrote the answer
+    if span <= share:
         return
     split = tl.arange(0, padded_splits)
     dim = tl.arange(0, padded_dim)
-    live = split * share < span
     at = (item.to(tl.int64) * tl.num_programs(0) + head) * splits + split
-    log_weight = tl.load(weight + at, mask=live, other=float("-inf"))
-    part = tl.load(
-        partial + at[:, None] * head_dim + dim[None, :],
-        mask=live[:, None] & (dim < head_dim)[None, :],
-        other=0.0,
-    )
-    factor = tl.exp2(log_weight - tl.max(log_weight, 0))
-    answer = tl.sum(part * factor[:, None], 0) / tl.sum(factor, 0)
-    out_at = out + (start + token).to(tl.int64) * out_token_stride + head * out_head_stride
+    answer = joined(partial, weight, at, split * share < span, dim, head_dim)
+    out_at = out + item.to(tl.int64) * out_token_stride + head * out_head_stride
     tl.store(out_at + dim, answer.to(out.dtype.element_ty), mask=dim < head_dim)

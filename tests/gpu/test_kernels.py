@@ -1,0 +1,226 @@
+"""The kernels on an NVIDIA GPU, against their plain twins: large shapes, bfloat16, and graphs."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+import torch
+from kernel_cases import TOLERANCE, AttentionCase, Heads
+from kernel_twins import matvec_twin, relative_error, rope_and_write_twin, silu_mul_twin
+
+from interlace.layers.attention_backend import KVCacheLayout
+from interlace.layers.kernels import pointwise
+from interlace.layers.kernels.attention_plan import plan_attention
+from interlace.layers.kernels.matvec import matvec
+from interlace.layers.kernels.paged_attention import paged_attention
+from interlace.layers.kernels.rope_write import rope_and_write
+from interlace.layers.norm import rms_norm
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+]
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+SHAPES = [
+    Heads(9, 3, 64),
+    Heads(16, 8, 128),
+    Heads(32, 8, 128),
+    Heads(14, 2, 64),
+    Heads(4, 4, 80),
+    Heads(6, 2, 96),
+    Heads(8, 1, 256),
+    Heads(40, 2, 64),
+]
+PADDING = (-1, 1)
+
+
+def _spans(seed: int) -> list[tuple[int, int]]:
+    """Decodes, chunks and padding, mixed, of a few to thousands of tokens."""
+    draw = random.Random(seed)
+    spans = [(draw.choice([0, 5, 63, 64, 700, 3000]) + draw.randrange(40), 1) for _ in range(6)]
+    spans += [(draw.choice([0, 17, 900]), draw.choice([2, 15, 64, 129, 300])) for _ in range(3)]
+    spans += [PADDING, (-1, 0), (-1, 7)]
+    draw.shuffle(spans)
+    return spans
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("heads", SHAPES, ids=str)
+def test_mixed_batches_equal_the_twin(heads: Heads, dtype: torch.dtype) -> None:
+    for seed, window, block_size in ((0, 0, 16), (1, 100, 16), (2, 0, 24), (3, 4096, 64)):
+        case = AttentionCase.random(
+            _spans(seed),
+            heads,
+            dtype=dtype,
+            device="cuda",
+            seed=seed,
+            block_size=block_size,
+            spare_rows=seed,
+        )
+        for slots, splits in ((1, 1), (4, 2), (64, 7)):
+            case.check(case.plan(decode_slots=slots, chunk_splits=splits), window)
+
+
+@pytest.mark.parametrize("cross_layers", [False, True])
+def test_layouts_give_the_same_bits_and_so_does_a_second_run(cross_layers: bool) -> None:
+    answers = []
+    layouts: tuple[KVCacheLayout, ...] = ("NHD", "HND", "NHD")
+    for layout in layouts:
+        case = AttentionCase.random(
+            _spans(5),
+            Heads(32, 8, 128),
+            dtype=torch.bfloat16,
+            device="cuda",
+            layout=layout,
+            cross_layers=cross_layers,
+        )
+        plan = case.plan(decode_slots=16, chunk_splits=3)
+        answers += [case.run(plan), case.run(plan)]
+    for answer in answers[1:]:
+        assert torch.equal(answer, answers[0])
+
+
+def test_one_captured_graph_serves_requests_that_come_and_go() -> None:
+    """Captured over padding alone, replayed over lengths from 1 to thousands."""
+    heads, requests = Heads(32, 8, 128), 8
+    plan = plan_attention(
+        num_tokens=requests,
+        num_requests=requests,
+        max_query_len=1,
+        max_seq_len=4096,
+        num_heads=heads.num_heads,
+        num_kv_heads=heads.num_kv_heads,
+        head_dim=heads.head_dim,
+        dtype=torch.bfloat16,
+        num_sms=torch.cuda.get_device_properties(0).multi_processor_count,
+    )
+    assert plan.decode_slots > 1
+    lengths = [(0, 1), (4095, 1), (1, 1), (16, 1), (2000, 1), (700, 1), PADDING, PADDING]
+    case = AttentionCase.random(lengths, heads, dtype=torch.bfloat16, device="cuda")
+    seq_lens = torch.zeros_like(case.seq_lens)
+    table = torch.zeros_like(case.block_table)
+    out = torch.full_like(case.q, math.nan)
+    workspace = torch.full((plan.workspace_numel,), math.nan, device="cuda")
+
+    def attend() -> None:
+        paged_attention(
+            case.q,
+            case.pages,
+            table,
+            seq_lens,
+            case.query_start_loc,
+            plan=plan,
+            scale=case.scale,
+            out=out,
+            workspace=workspace,
+        )
+
+    attend()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        attend()
+    order = list(range(requests))
+    for seed in range(4):
+        random.Random(seed).shuffle(order)
+        seq_lens.copy_(case.seq_lens[order])
+        table.copy_(case.block_table[order])
+        out.fill_(math.nan)
+        graph.replay()
+        moved = AttentionCase(case.q, case.pages, table, seq_lens, case.query_start_loc)
+        assert relative_error(out, moved.expected()) < TOLERANCE[torch.bfloat16]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("heads", SHAPES, ids=str)
+@pytest.mark.parametrize("norm", [False, True])
+def test_rope_and_write(heads: Heads, dtype: torch.dtype, norm: bool) -> None:
+    generator = torch.Generator("cuda").manual_seed(heads.head_dim)
+
+    def randn(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, device="cuda").to(dtype)
+
+    tokens, blocks = 300, 40
+    qkv = randn(tokens, (heads.num_heads + 2 * heads.num_kv_heads) * heads.head_dim)
+    cos, sin = randn(500, heads.head_dim // 2), randn(500, heads.head_dim // 2)
+    positions = torch.randint(0, 500, (tokens,), generator=generator, device="cuda")
+    slots = torch.randperm(blocks * 16, generator=generator, device="cuda")[:tokens]
+    slots[::7] = -1
+    weight = randn(heads.num_heads + heads.num_kv_heads, heads.head_dim) if norm else None
+    pages = torch.zeros(
+        blocks, 2, 16, heads.num_kv_heads, heads.head_dim, dtype=dtype, device="cuda"
+    )
+    expected = pages.clone()
+    q = rope_and_write(
+        qkv,
+        positions,
+        cos,
+        sin,
+        slots,
+        pages,
+        q_out=torch.full(
+            (tokens, heads.num_heads, heads.head_dim), math.nan, dtype=dtype, device="cuda"
+        ),
+        qk_norm=weight,
+        eps=1e-6,
+    )
+    q_expected = rope_and_write_twin(
+        qkv,
+        positions,
+        cos,
+        sin,
+        slots,
+        expected,
+        num_heads=heads.num_heads,
+        qk_norm=weight,
+        eps=1e-6,
+    )
+    assert relative_error(q, q_expected) < TOLERANCE[dtype]
+    assert relative_error(pages, expected) < TOLERANCE[dtype]
+    untouched = expected == 0
+    assert not pages[untouched].any(), "a slot that is nobody's was written"
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("width", [576, 4096, 14336])
+@pytest.mark.parametrize("rows", [1, 333])
+def test_pointwise(dtype: torch.dtype, width: int, rows: int) -> None:
+    generator = torch.Generator("cuda").manual_seed(width)
+
+    def randn(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, device="cuda").to(dtype)
+
+    x, delta, weight, gate_up = (
+        randn(rows, width),
+        randn(rows, width),
+        randn(width),
+        randn(rows, 2 * width),
+    )
+    out = torch.full_like(x, math.nan)
+    pointwise.rms_norm(x, weight, 1e-5, out=out)
+    assert relative_error(out, rms_norm(x, weight, 1e-5)) < TOLERANCE[dtype] / 2
+    total = x + delta
+    pointwise.add_rms_norm(x, delta, weight, 1e-5, out=delta)
+    assert torch.equal(x, total)
+    assert relative_error(delta, rms_norm(total, weight, 1e-5)) < TOLERANCE[dtype] / 2
+    out.fill_(math.nan)
+    pointwise.silu_mul(gate_up, out=out)
+    assert relative_error(out, silu_mul_twin(gate_up)) < TOLERANCE[dtype] / 2
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("n", "k"), [(4096, 4096), (1024, 3072), (49152, 576), (1001, 14336)])
+def test_matvec(dtype: torch.dtype, n: int, k: int) -> None:
+    generator = torch.Generator("cuda").manual_seed(n)
+    weight = torch.randn(n, k, generator=generator, device="cuda").to(dtype)
+    for rows in (1, 3, 4, 8):
+        x = torch.randn(rows, k, generator=generator, device="cuda").to(dtype)
+        bias = torch.randn(n, generator=generator, device="cuda").to(dtype) if rows > 3 else None
+        out = torch.full((rows, n), math.nan, dtype=dtype, device="cuda")
+        matvec(x, weight, bias, out=out)
+        assert relative_error(out, matvec_twin(x, weight, bias)) < TOLERANCE[dtype] / 2
+        again = torch.full_like(out, math.nan)
+        assert torch.equal(matvec(x, weight, bias, out=again), out), "not deterministic"
