@@ -15,6 +15,7 @@ import pytest
 from tiny_model import plain_answer, tiny_model
 
 from interlace import EngineConfig, KVTransferConfig, SamplingParams, front_door
+from interlace.connectors.conformance import check_connector
 from interlace.engine.outputs import Usage
 
 PAGE = Path(__file__).parent.parent / "docs" / "write-a-connector.md"
@@ -26,18 +27,29 @@ def blocks(language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", PAGE.read_text("utf-8"), re.DOTALL)
 
 
-@pytest.fixture
-def my_kv(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    """The page's module, saved as the page says; the working folder is where it lies."""
-    (tmp_path / "my_kv.py").write_text(blocks("python")[0], "utf-8")
+CONNECTOR, CONFIG, FAULTS, PYTEST = range(4)
+"""Places of the page's Python blocks."""
+CHANGES = re.findall(
+    r"^\| `([^|]*)` \| `([^|]*)` \| `([a-z-]+)` \|$", PAGE.read_text("utf-8"), re.M
+)
+
+
+@pytest.fixture(autouse=True)
+def _in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    yield importlib.import_module("my_kv")
-    del sys.modules["my_kv"]
+    yield
+    sys.modules.pop("my_kv", None)
+
+
+def saved(code: str) -> ModuleType:
+    """`code` as the module that the page lets its readers save."""
+    Path("my_kv.py").write_text(code, "utf-8")
+    return importlib.import_module("my_kv")
 
 
 def test_the_page_counts_its_lines_rightly() -> None:
-    code = blocks("python")[0]
+    code = blocks("python")[CONNECTOR]
     beside = set()
     for node in ast.walk(ast.parse(code)):
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
@@ -55,7 +67,7 @@ def test_the_page_counts_its_lines_rightly() -> None:
 def page_config() -> KVTransferConfig:
     """The configuration that the page shows."""
     names = {"EngineConfig": EngineConfig, "KVTransferConfig": KVTransferConfig}
-    config: EngineConfig = eval(blocks("python")[1], names)  # noqa: S307 - our own page
+    config: EngineConfig = eval(blocks("python")[CONFIG], names)  # noqa: S307 - our own page
     assert config.kv_transfer_config is not None
     return config.kv_transfer_config
 
@@ -83,17 +95,17 @@ async def ask(**options: Any) -> Usage:
     return done.usage
 
 
-@pytest.mark.usefixtures("my_kv")
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("workers", [1, 2])
 async def test_a_second_engine_loads_what_the_first_one_saved(depth: int, workers: int) -> None:
+    saved(blocks("python")[CONNECTOR])
     for num_loaded in (0, 20):
         usage = await ask(max_inflight_steps=depth, tensor_parallel_size=workers)
         assert usage.num_external_cached_tokens == num_loaded
 
 
-@pytest.mark.usefixtures("my_kv")
 async def test_a_file_that_is_gone_is_computed_and_saved_again() -> None:
+    saved(blocks("python")[CONNECTOR])
     await ask()
     files = stored_files()
     assert len(files) == 8
@@ -101,3 +113,29 @@ async def test_a_file_that_is_gone_is_computed_and_saved_again() -> None:
     await ask()
     assert len(files[3].read_bytes()) == len(files[0].read_bytes())
     assert (await ask()).num_external_cached_tokens == 20
+
+
+def test_the_page_s_connector_passes_the_check() -> None:
+    """By the page's own three lines."""
+    names = vars(saved(blocks("python")[CONNECTOR]))
+    exec(blocks("python")[PYTEST], names)  # noqa: S102 - our own page
+    names["test_my_connector"]()
+
+
+def test_it_reports_exactly_the_files_that_are_lost() -> None:
+    module = saved(blocks("python")[CONNECTOR] + "\n" + blocks("python")[FAULTS])
+    report = check_connector(module.FolderConnector, only=["failures-exact"], workers=2)
+    assert report.result("failures-exact").verdict == "ok", report.lines()
+
+
+@pytest.mark.parametrize(("right", "wrong", "property_id"), CHANGES)
+def test_a_broken_one_is_found_as_the_page_says(right: str, wrong: str, property_id: str) -> None:
+    code = blocks("python")[CONNECTOR] + "\n" + blocks("python")[FAULTS]
+    assert code.count(right) == 1
+    module = saved(code.replace(right, wrong))
+    report = check_connector(module.FolderConnector, only=[property_id], fail_fast=True)
+    assert report.failed == [property_id], "\n".join(report.lines())
+
+
+def test_the_page_names_some_mistakes() -> None:
+    assert len(CHANGES) >= 5
