@@ -17,7 +17,9 @@ from interlace.engine.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from interlace.connectors.conformance.check import check_connector
-    from interlace.connectors.conformance.harness import EngineShape, Harness
+    from interlace.connectors.conformance.engine_shape import EngineShape
+    from interlace.connectors.conformance.findings import Violation
+    from interlace.connectors.conformance.harness import Harness
     from interlace.connectors.conformance.properties import PROPERTIES, Property
     from interlace.connectors.conformance.report import CheckFailedError, CheckReport, Result
     from interlace.connectors.conformance.script import Answer, Async, Call, Rule, Script, Sync
@@ -27,7 +29,9 @@ _PACKAGE = "interlace.connectors.conformance"
 _HOMES = {
     "ScriptedConnector": f"{_PACKAGE}.scripted",
     "check_connector": f"{_PACKAGE}.check",
-    **dict.fromkeys(("EngineShape", "Harness"), f"{_PACKAGE}.harness"),
+    "EngineShape": f"{_PACKAGE}.engine_shape",
+    "Harness": f"{_PACKAGE}.harness",
+    "Violation": f"{_PACKAGE}.findings",
     **dict.fromkeys(("PROPERTIES", "Property"), f"{_PACKAGE}.properties"),
     **dict.fromkeys(("CheckFailedError", "CheckReport", "Result"), f"{_PACKAGE}.report"),
     **dict.fromkeys(("Answer", "Async", "Call", "Rule", "Script", "Sync"), f"{_PACKAGE}.script"),
@@ -48,6 +52,7 @@ __all__ = [
     "Script",
     "ScriptedConnector",
     "Sync",
+    "Violation",
     "check_connector",
 ]
 

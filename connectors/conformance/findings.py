@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 
-TRACE_LINES = 12
+TRACE_LINES = 16
 """Of a trace that is shown."""
 _KEPT_LINES = 400
 

@@ -8,73 +8,32 @@ out as `Violation` from the next of these calls.
 from __future__ import annotations
 
 import collections
-import dataclasses
 import threading
-import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import Any, Literal, NoReturn, Self
+from typing import Any, NoReturn, Self
 
 from interlace.connectors.base import KVConnectorBase_V1
-from interlace.connectors.conformance.call_order import CallOrder
+from interlace.connectors.conformance.detectors import Detectors
+from interlace.connectors.conformance.engine_shape import EngineShape
 from interlace.connectors.conformance.findings import Trace, Violation
-from interlace.connectors.conformance.hold_ups import HoldUps
 from interlace.connectors.conformance.hook_calls import describe_step
 from interlace.connectors.conformance.lawful_answers import LawfulAnswers
-from interlace.connectors.conformance.load_judge import LoadJudge
-from interlace.connectors.conformance.load_ledger import LoadLedger
-from interlace.connectors.conformance.mutation import MetadataCleared, Mutation
 from interlace.connectors.conformance.oracle import MIN_MARGIN, Oracle
-from interlace.connectors.conformance.page_watch import PageWatch, Painter
 from interlace.connectors.conformance.pages import Pages
 from interlace.connectors.conformance.parts import Parts, open_parts
-from interlace.connectors.conformance.repeated_queries import RepeatedQueries
-from interlace.connectors.conformance.stored_truth import Promises, StoredTruth
-from interlace.connectors.conformance.subject import Subject
-from interlace.connectors.conformance.watch import Detector, Watch
+from interlace.connectors.conformance.stalls import Stalls, ThreadsSince
+from interlace.connectors.conformance.stored_truth import StoredTruth
+from interlace.connectors.conformance.subject import Subject, connector_class
+from interlace.connectors.conformance.tiny_model import tiny_model
+from interlace.connectors.conformance.watch import Watch
 from interlace.connectors.conformance.watched_lanes import WatchedLanes
+from interlace.engine.config import KVRole
 from interlace.engine.outputs import ModelRunnerOutput
 from interlace.engine.request import Request, RequestStatus
 from interlace.engine.sampling_params import SamplingParams
 from interlace.engine.scheduler_output import SchedulerOutput
 from interlace.layers.checkpoint import LoadedModel
-from interlace.layers.virtual_lanes import Policy
-
-PATIENT_STEPS = 60
-"""Steps without any progress after which a stall is one, if all goes on in steps."""
-PATIENT_S = 5.0
-"""The same in seconds, for connectors with threads of their own."""
-_NAP_S = 0.001
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class EngineShape:
-    """The engine of a harness. Sizes in blocks and tokens."""
-
-    depth: int = 1
-    """Steps in flight."""
-    num_blocks: int = 40
-    """Usable ones."""
-    max_num_batched_tokens: int = 64
-    max_num_seqs: int = 8
-    prefix_caching: bool = True
-    failure_policy: Literal["fail", "recompute"] = "recompute"
-    query_repeats: int = 0
-    """Match queries that are made beside each one of the engine's."""
-    lane_policy: Policy = "eager"
-    lane_seed: int = 0
-    block_size: int = 4
-
-    def options(self) -> dict[str, Any]:
-        """Keywords of `EngineConfig`."""
-        return {
-            "max_inflight_steps": self.depth,
-            "num_gpu_blocks_override": self.num_blocks + 1,
-            "max_num_batched_tokens": self.max_num_batched_tokens,
-            "max_num_seqs": self.max_num_seqs,
-            "enable_prefix_caching": self.prefix_caching,
-            "block_size": self.block_size,
-        }
 
 
 class Harness:
@@ -115,66 +74,60 @@ class Harness:
         self._inflight: collections.deque[SchedulerOutput] = collections.deque()
         self._executed: collections.deque[ModelRunnerOutput] = collections.deque()
         """Results of the oldest steps in flight."""
-        self._threads_before = set(threading.enumerate())
+        self._threads = ThreadsSince()
         self.lanes = WatchedLanes(self.watch, self.shape.lane_seed, self.shape.lane_policy)
         self._open(model)
 
+    @classmethod
+    def of(
+        cls,
+        connector: str | type[KVConnectorBase_V1],
+        extra_config: Mapping[str, Any] | None = None,
+        *,
+        shape: EngineShape | None = None,
+        workers: int = 1,
+        seed: int = 0,
+        role: KVRole = "kv_both",
+    ) -> Self:
+        """One over a connector that is named as in `check_connector`, for tests of its own.
+
+        Raises: `Violation`, `ConfigError`.
+        """
+        model = tiny_model(seed, num_kv_heads=max(2, workers))
+        subject = Subject(
+            cls=connector_class(connector),
+            extra_config=dict(extra_config or {}),
+            role=role,
+            workers=workers,
+            seed=seed,
+        )
+        return cls(subject, model, Oracle(model), shape=shape)
+
     def _open(self, model: LoadedModel) -> None:
-        self._early_checks()
+        self._answers = LawfulAnswers(self.watch)
+        self.watch.set_detectors([self._answers])
         try:
             self.parts: Parts = open_parts(self.subject, self.shape, model, self.watch, self.lanes)
         except Exception:
             self.watch.findings.raise_first()
             raise
         self.scheduler = self.parts.scheduler
-        self.pages = Pages(self.parts.pages, self.truth.paint_numbers)
         self.block_size = self.scheduler.kv_cache.block_size
-        self.pages.follow(self.scheduler.kv_cache.pool)
-        self._make_detectors()
+        pages = Pages(self.parts.pages, self.truth.paint_numbers)
+        pages.follow(self.scheduler.kv_cache.pool)
+        self._pages = pages
+        self.detectors = Detectors(
+            self.watch,
+            self.parts,
+            pages,
+            self.lanes,
+            self.oracle,
+            self.truth,
+            answers=self._answers,
+            shape=self.shape,
+            synthetic=self.subject.cls.kv_is_synthetic,
+        )
         self.watch.findings.raise_first()
-
-    def _early_checks(self) -> None:
-        """What is called before there are pages."""
-        self.answers = LawfulAnswers(self.watch)
-        self.watch.set_detectors([self.answers])
-
-    def _make_detectors(self) -> None:
-        watch, pages = self.watch, self.pages
-        num_ranks = self.subject.workers
-
-        def generation_of(block_id: int) -> int:
-            return pages.generation.get(block_id, 0)
-
-        self.order = CallOrder(watch, list(pages.layers[0]), num_ranks)
-        self._mutation = Mutation(watch)
-        self.ledger = LoadLedger(
-            watch,
-            self.scheduler.kv_cache.pool,
-            block_size=self.block_size,
-            num_ranks=num_ranks,
-            generation_of=generation_of,
-        )
-        synthetic = self.subject.cls.kv_is_synthetic
-        self.judge = LoadJudge(
-            watch, pages, self.ledger, self.oracle, self.truth, synthetic=synthetic
-        )
-        self.promises = Promises(watch, self.truth, self.block_size, generation_of)
-        detectors: list[Detector] = [
-            self.answers,
-            self.order,
-            self._mutation,
-            MetadataCleared(watch, lambda rank: self.parts.worker_sides[rank]),
-            PageWatch(watch, pages, self.ledger),
-            Painter(watch, pages),
-            HoldUps(watch, self.lanes, pages, self.ledger),
-            RepeatedQueries(watch, self.parts.scheduler_side, self.shape.query_repeats),
-            self.ledger,
-            self.judge,
-            self.promises,
-        ]
-        if synthetic:
-            detectors.remove(self.promises)
-        watch.set_detectors(detectors)
 
     # ---------------------------------------------------------------- requests
 
@@ -254,8 +207,8 @@ class Harness:
         if output is not None:
             self._inflight.append(output)
             self.newest_output = output
-            self.pages.planned(output.step_id)
-            self.promises.planned(output, self.requests)
+            self._pages.planned(output.step_id)
+            self.detectors.promises.planned(output, self.requests)
         return output
 
     def _unexpected_end(self, request: Request) -> None:
@@ -269,17 +222,18 @@ class Harness:
         self.watch.trace.note(f"engine    executes {describe_step(output)}")
         result: ModelRunnerOutput = self._guarded(lambda: self.parts.runner.execute(output))
         self.watch.step_is_running = False
-        self.order.end_step(output)
-        self._mutation.end_step(output.step_id)
+        self.detectors.order.end_step(output)
+        self.detectors.mutation.end_step(output.step_id)
         self._executed.append(result)
         self.watch.findings.raise_first()
 
     def apply(self) -> None:
         """Apply the oldest step in flight, which was executed. Raises: `Violation`."""
         output, result = self._inflight.popleft(), self._executed.popleft()
-        self.watch.trace.note(f"engine    applies step {output.step_id}")
+        if self.shape.depth > 1:  # else it follows at once
+            self.watch.trace.note(f"engine    applies step {output.step_id}")
         updates = self._guarded(lambda: self.scheduler.update_from_output(output, result))
-        self.promises.applied(output)
+        self.detectors.promises.applied(output)
         for update in updates:
             self._take(update.request, update.new_token_ids)
         self.num_steps += 1
@@ -345,16 +299,14 @@ class Harness:
 
     def run(self, *, max_steps: int = 4000) -> None:
         """Step until nothing is left to do. Raises: `Violation`, also if nothing gets on."""
-        progress, since_step, since_s = self._progress(), self.num_steps, time.monotonic()
+        stalls = Stalls(self)
         for _ in range(max_steps):
             if not self.step():
                 return
-            now = self._progress()
-            if now != progress:
-                progress, since_step, since_s = now, self.num_steps, time.monotonic()
-            elif self._is_stalled(since_step, since_s):
+            if stalls.is_stalled():
                 break
-        self._stalled()
+        stalls.explain()
+        self.watch.findings.raise_first()
 
     def steps(self, num_steps: int) -> None:
         """So many, or fewer if nothing is left to do."""
@@ -365,60 +317,19 @@ class Harness:
     @property
     def has_own_threads(self) -> bool:
         """Whether the connector runs threads, so that time has to pass."""
-        return any(map(self.is_of_connector, threading.enumerate()))
+        return bool(self.own_threads)
 
-    def is_of_connector(self, thread: threading.Thread) -> bool:
-        """Whether the thread began after this harness did."""
-        return thread not in self._threads_before
+    @property
+    def own_threads(self) -> list[threading.Thread]:
+        """Those that began after this harness did and have not ended."""
+        return self._threads.alive()
 
-    def _is_stalled(self, since_step: int, since_s: float) -> bool:
-        if not self.has_own_threads:
-            return self.num_steps - since_step > PATIENT_STEPS
-        time.sleep(_NAP_S)
-        return time.monotonic() - since_s > PATIENT_S
+    # ---------------------------------------------------------------- the store, the end
 
-    def _progress(self) -> object:
-        """Changes when anything gets on."""
-        scheduler = self.scheduler
-        return (
-            sum(map(len, self.outputs.values())),
-            tuple(r.num_computed_tokens for r in self.requests.values()),
-            tuple(r.status for r in self.requests.values()),
-            len(self.ledger.loads),
-            scheduler.num_held_requests,
-            self.lanes.num_done,
-        )
-
-    def _stalled(self) -> NoReturn:
-        """Raises: `Violation`, of what is waited for."""
-        findings = self.watch.findings
-        for load in self.ledger.loads:
-            findings.add(
-                "promises-kept",
-                f"{load.name}, begun with step {load.step_id}, was never reported as received.",
-            )
-        for request_id in self.ledger.held:
-            findings.add(
-                "promises-kept",
-                f"request_finished answered True for {request_id}, which was never reported as"
-                " sent.",
-            )
-        waiting = [r.request_id for r in self.requests.values() if not r.is_finished]
-        if self.promises.unanswered:
-            findings.add(
-                "bounded-time",
-                "get_num_new_matched_tokens still asks to be asked again for"
-                f" {', '.join(sorted(self.promises.unanswered))}.",
-            )
-        findings.add(
-            "no-deadlock-in-tiny-pools",
-            f"nothing gets on: {', '.join(waiting) or 'no request'} cannot end"
-            f" ({self.scheduler!r}).",
-        )
-        findings.raise_first()
-        raise AssertionError("a finding was added")
-
-    # ---------------------------------------------------------------- the end
+    @property
+    def lost_hashes(self) -> set[bytes]:
+        """Of blocks that were damaged in the connector's store."""
+        return self.detectors.judge.lost_hashes
 
     def damage(self, kind: str, prompt: Sequence[int], index: int, *, salt: str = "") -> bool:
         """Let the connector lose block `index` of a stored prompt, on each worker.
@@ -430,8 +341,8 @@ class Harness:
         lost: set[bytes] = set()
         for side in self.parts.worker_sides:
             lost |= set(self._guarded(lambda side=side: side.inject_store_fault(kind, block_hash)))
-        self.judge.lost_hashes |= lost
-        self.answers.loads_may_raise |= bool(lost)
+        self.lost_hashes.update(lost)
+        self._answers.loads_may_raise |= bool(lost)
         self.watch.trace.note(
             f"engine    damages block {index} in the store: {kind}, {len(lost)} blocks are lost"
         )

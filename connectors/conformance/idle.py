@@ -3,7 +3,6 @@ connector's, and after its shutdown."""
 
 from __future__ import annotations
 
-import threading
 import time
 
 import numpy as np
@@ -67,7 +66,7 @@ def _remembered(harness: Harness, ids: list[str]) -> str | None:
 def check_released(harness: Harness) -> None:
     """Both sides were shut down. Raises: `Violation`."""
     deadline_s = time.monotonic() + GRACE_S
-    while (left := _threads(harness)) and time.monotonic() < deadline_s:
+    while (left := harness.own_threads) and time.monotonic() < deadline_s:
         time.sleep(_NAP_S)
     if left:
         names = ", ".join(sorted(thread.name for thread in left))
@@ -76,7 +75,3 @@ def check_released(harness: Harness) -> None:
         )
     harness.watch.evidence["released"] += 1
     harness.watch.findings.raise_first()
-
-
-def _threads(harness: Harness) -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if harness.is_of_connector(thread)]

@@ -1,4 +1,4 @@
-"""Which loads are under way, into which blocks; which requests are held; what was reported.
+"""Which loads are under way, into which blocks, and which requests are held.
 
 Follows the hooks of all sides by itself, so that what the engine believes need not be trusted.
 """
@@ -6,7 +6,7 @@ Follows the hooks of all sides by itself, so that what the engine believes need 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 
 from interlace.connectors.conformance.hook_calls import HookCall
 from interlace.connectors.conformance.watch import Detector, Watch
@@ -56,8 +56,6 @@ class LoadLedger(Detector):
             "build_connector_meta",
             "request_finished",
             "request_finished_all_groups",
-            "get_finished",
-            "get_block_ids_with_load_errors",
         )
     )
 
@@ -83,11 +81,6 @@ class LoadLedger(Detector):
         """Block id -> its generation when a load into it was found complete."""
         self.held: dict[str, set[int]] = {}
         """Ended requests that the connector holds -> ranks that have not reported them."""
-        self._told_of_end: dict[int, set[str]] = {rank: set() for rank in range(num_ranks)}
-        self._reported: set[tuple[int, str, str]] = set()
-        """(rank, kind, id) that were reported and awaited."""
-        self._lost_blocks: set[tuple[int, int, int]] = set()
-        """(rank, block id, generation) that were reported as lost."""
 
     # ---------------------------------------------------------------- following the hooks
 
@@ -112,12 +105,6 @@ class LoadLedger(Detector):
                 if call.answer[0]:
                     self.held[request.request_id] = set(range(self._num_ranks))
                     self._watch.evidence["held"] += 1
-            case "get_finished":
-                self._told_of_end[call.rank] |= call.args[0]
-                self._check_sent(call, call.answer[0] or ())
-                self._check_received(call, call.answer[1] or ())
-            case "get_block_ids_with_load_errors":
-                self._check_invalid(call, call.answer)
 
     def _plan(self, request: Request, table: list[int], num_tokens: int) -> None:
         start, is_async = self._asked.get(request.request_id, (0, False))
@@ -139,42 +126,18 @@ class LoadLedger(Detector):
                 open_ranks=set(range(self._num_ranks)),
             )
         )
-        self._forget_reports("received", request.request_id)
         self._watch.evidence["async loads" if is_async else "sync loads"] += 1
         self._watch.evidence["loaded tokens"] += num_tokens
 
-    def _forget_reports(self, kind: str, request_id: str) -> None:
-        for rank in range(self._num_ranks):
-            self._reported.discard((rank, kind, request_id))
+    # ---------------------------------------------------------------- loads under way
 
-    # ---------------------------------------------------------------- reports
-
-    def _check_sent(self, call: HookCall, ids: Iterable[str]) -> None:
-        for request_id in sorted(ids):
-            self._watch.evidence["reports"] += 1
-            waiting = self.held.get(request_id, set())
-            if call.rank not in waiting or request_id not in self._told_of_end[call.rank]:
-                self._refuse(call, "sent", request_id, "which is not held")
+    def running(self, rank: int) -> Iterator[Load]:
+        """Loads that the worker has been told of and that have not ended there."""
+        for load in self.loads:
+            if rank not in load.open_ranks or not 0 < load.step_id <= self._watch.step_id:
                 continue
-            waiting.discard(call.rank)
-            self._reported.add((call.rank, "sent", request_id))
-            if not waiting:
-                del self.held[request_id]
-
-    def _check_received(self, call: HookCall, ids: Iterable[str]) -> None:
-        for request_id in sorted(ids):
-            self._watch.evidence["reports"] += 1
-            if self.load_to_report(request_id, call.rank) is None:
-                self._refuse(call, "received", request_id, "which is not being loaded")
-            else:
-                self._reported.add((call.rank, "received", request_id))
-
-    def _refuse(self, call: HookCall, kind: str, request_id: str, why: str) -> None:
-        name = f"{call.connector}.{call.hook} reported {request_id} as {kind}"
-        if (call.rank, kind, request_id) in self._reported:
-            self._watch.findings.add("reported-once", f"{name} again.")
-        else:
-            self._watch.findings.add("reports-known-ids", f"{name}, {why}.")
+            if load.is_async or load.step_id == self._watch.step_id:
+                yield load
 
     def load_to_report(self, request_id: str, rank: int) -> Load | None:
         """The asynchronous load of that request which is under way on that worker."""
@@ -183,42 +146,9 @@ class LoadLedger(Detector):
                 return load if 0 < load.step_id <= self._watch.step_id else None
         return None
 
-    def _check_invalid(self, call: HookCall, block_ids: Iterable[int]) -> None:
-        name = f"{call.connector}.{call.hook} reported block"
-        for block_id in sorted(block_ids):
-            self._watch.evidence["reports"] += 1
-            generation = self._generation_of(block_id)
-            if (call.rank, block_id, generation) in self._lost_blocks:
-                self._watch.findings.add("reported-once", f"{name} {block_id} again.")
-                continue
-            self._lost_blocks.add((call.rank, block_id, generation))
-            loads = [one for one in self._running(call.rank) if block_id in one.block_ids]
-            if loads:
-                for load in loads:
-                    load.invalid.add((call.rank, block_id))
-            elif 0 < block_id < len(self._pool.blocks):
-                where = self.describe(block_id)
-                self._watch.findings.add(
-                    "failures-exact", f"{name} {block_id}, {where}, which is not being loaded."
-                )
-            else:
-                self._watch.findings.add(
-                    "reports-known-ids", f"{name} {block_id}, which does not exist."
-                )
-
-    # ---------------------------------------------------------------- loads under way
-
-    def _running(self, rank: int) -> Iterator[Load]:
-        """Loads that the worker has been told of and that have not ended there."""
-        for load in self.loads:
-            if rank not in load.open_ranks or not 0 < load.step_id <= self._watch.step_id:
-                continue
-            if load.is_async or load.step_id == self._watch.step_id:
-                yield load
-
     def running_step_loads(self, rank: int) -> list[Load]:
         """Those of the step that runs."""
-        return [load for load in self._running(rank) if not load.is_async]
+        return [load for load in self.running(rank) if not load.is_async]
 
     def end(self, load: Load, rank: int, *, is_complete: bool) -> None:
         """A load has ended on a worker."""
@@ -233,7 +163,7 @@ class LoadLedger(Detector):
         """Whether a load into that block of that layer goes on."""
         return any(
             block_id in load.block_ids and (load.is_async or (rank, layer) not in load.waited)
-            for load in self._running(rank)
+            for load in self.running(rank)
         )
 
     def is_late(self, block_id: int, rank: int) -> bool:
@@ -244,11 +174,15 @@ class LoadLedger(Detector):
         """Whether its content was loaded, completely, since it was handed out."""
         return self._complete.get(block_id) == self._generation_of(block_id)
 
+    def exists(self, block_id: int) -> bool:
+        """Whether it is a block of the pool, other than the null block."""
+        return 0 < block_id < len(self._pool.blocks)
+
     def describe(self, block_id: int) -> str:
         """Who has the block."""
         if block_id == 0:
             return "the null block"
-        if not 0 < block_id < len(self._pool.blocks):
+        if not self.exists(block_id):
             return "which does not exist"
         holders = self._pool.blocks[block_id].ref_cnt
         return {0: "which is free", 1: "which a request holds"}.get(

@@ -51,6 +51,10 @@ class Pages:
         self._handed_out: list[int] = []
         self._of_step: dict[int, list[int]] = {}
 
+    def generation_of(self, block_id: int) -> int:
+        """The number of the block's paint; 0 if it was never handed out."""
+        return self.generation.get(block_id, 0)
+
     @property
     def attention_layers(self) -> list[str]:
         """Names of the layers that keep K and V, in order of depth."""

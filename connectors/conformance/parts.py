@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from interlace.connectors.base import KVConnectorBase_V1
+from interlace.connectors.conformance.engine_shape import EngineShape
 from interlace.connectors.conformance.subject import Subject, engine_config
 from interlace.connectors.conformance.watch import Watch
 from interlace.connectors.conformance.watched import WatchingFactory
@@ -19,9 +20,6 @@ from interlace.engine.kv_connector import KVConnectorRole
 from interlace.engine.scheduler import Scheduler
 from interlace.layers.checkpoint import LoadedModel
 from interlace.layers.runner import ModelRunner
-
-if TYPE_CHECKING:
-    from interlace.connectors.conformance.harness import EngineShape
 
 
 class Parts(NamedTuple):

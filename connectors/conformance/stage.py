@@ -9,8 +9,9 @@ import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from interlace.connectors.conformance.engine_shape import EngineShape
 from interlace.connectors.conformance.findings import NotJudged, Trace, Violation
-from interlace.connectors.conformance.harness import EngineShape, Harness
+from interlace.connectors.conformance.harness import Harness
 from interlace.connectors.conformance.idle import check_idle, check_released
 from interlace.connectors.conformance.oracle import Oracle
 from interlace.connectors.conformance.stored_truth import StoredTruth
@@ -131,7 +132,7 @@ class Stage:
     def _check_ends(self, harness: Harness) -> None:
         """Nothing ends with an error unless something was damaged."""
         for request in harness.requests.values():
-            if request.status is RequestStatus.FINISHED_ERROR and not harness.judge.lost_hashes:
+            if request.status is RequestStatus.FINISHED_ERROR and not harness.lost_hashes:
                 harness.watch.findings.add(
                     "failures-exact",
                     f"{request.request_id} failed though nothing was damaged: {request.error}",
