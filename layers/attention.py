@@ -74,7 +74,7 @@ class PagedAttention:
         self._num_heads = num_heads
         dtype = pages.layers[0].dtype
         self.slots = torch.from_numpy(
-            np.concatenate([_slots(chunk, pages.block_size) for chunk in chunks])
+            np.concatenate([slots_of(chunk, pages.block_size) for chunk in chunks])
         )
         """Where the step's tokens go: `block_id * block_size + offset`, int64 [T]."""
         self._rows = pages.kv_rows(self.slots)
@@ -142,7 +142,8 @@ class PagedAttention:
         return out.reshape(grouped.shape).permute(0, 3, 1, 2, 4).reshape(-1, *q.shape[1:])
 
 
-def _slots(chunk: SequenceChunk, block_size: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+def slots_of(chunk: SequenceChunk, block_size: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    """Where the chunk's tokens go: `block_id * block_size + offset`, int64 [end - start]."""
     positions = np.arange(chunk.start, chunk.end, dtype=np.int64)
     first = chunk.start // block_size
     blocks = np.asarray(chunk.block_ids[first : -(-chunk.end // block_size)], dtype=np.int64)

@@ -14,15 +14,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from interlace.engine.sampling_params import SamplingParams
+from interlace.layers.device_copies import to_device
 from interlace.layers.random_draws import uniform
-from interlace.layers.sampler import SamplingRow
 
 
-def fits(row: SamplingRow) -> bool:
-    """Whether the row depends on nothing but its logits, seed, position and these four rules."""
-    p = row.params
-    needs_more = p.logit_bias or p.needs_history or row.masks_stops or p.logprobs is not None
-    return not needs_more
+def fits(params: SamplingParams, position: int) -> bool:
+    """Whether the token at output `position` depends on nothing but the logits, the seed, the
+    position and these four rules."""
+    p = params
+    needs_more = p.logit_bias or p.needs_history or p.logprobs is not None
+    return not needs_more and position >= p.min_tokens
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -40,13 +42,12 @@ class Draw:
     """In [0, 1): decides the draw."""
 
     @classmethod
-    def of(cls, place: int, row: SamplingRow, position: int) -> Draw | None:
+    def of(cls, place: int, params: SamplingParams, seed: int, position: int) -> Draw | None:
         """At output `position`; None for a greedy row."""
-        p = row.params
+        p = params
         if p.greedy:
             return None
-        top_k = max(p.top_k, 0)
-        return cls(place, p.temperature, p.min_p, top_k, p.top_p, uniform(row.seed, position))
+        return cls(place, p.temperature, p.min_p, max(p.top_k, 0), p.top_p, uniform(seed, position))
 
 
 class SampledBatch(NamedTuple):
@@ -65,24 +66,16 @@ def sample_batch(logits: Tensor, draws: Sequence[Draw]) -> SampledBatch:
     """
     best, token_ids = logits.max(dim=-1)
     if draws:
-        rows = _to(logits.device, [draw.row for draw in draws], torch.int64)
+        rows = to_device([draw.row for draw in draws], torch.int64, logits.device)
         token_ids = token_ids.index_copy(0, rows, _draw(logits[rows].to(torch.float64), draws))
     return SampledBatch(token_ids, best.to(torch.float32))
-
-
-def _to(device: torch.device, values: Sequence[float], dtype: torch.dtype) -> Tensor:
-    """On the device, by way of pinned memory where that spares a wait."""
-    host = torch.tensor(values, dtype=dtype)
-    if device.type == "cuda":
-        host = host.pin_memory()
-    return host.to(device, non_blocking=True)
 
 
 def _draw(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
     """Token ids [D] of float64 rows [D, vocabulary]: the inverse of the cumulated weights."""
 
     def column(values: Sequence[float], dtype: torch.dtype = torch.float64) -> Tensor:
-        return _to(logits.device, values, dtype)[:, None]
+        return to_device(values, dtype, logits.device)[:, None]
 
     shifted = logits - logits.amax(dim=-1, keepdim=True)
     weights = torch.exp(shifted / column([draw.temperature for draw in draws]))

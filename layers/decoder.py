@@ -35,7 +35,9 @@ class Attend(Protocol):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Layer:
+class DecoderLayer:
+    """The weights of one layer: see `layers/weights.py`."""
+
     attn_norm: torch.Tensor
     qkv: torch.Tensor
     o: torch.Tensor
@@ -67,15 +69,15 @@ class Decoder:
         assert shapes == weight_shapes(architecture)
         self.architecture = architecture
         self.max_model_len = max_model_len
-        self._embed = weights["embed"]
-        self.dtype = self._embed.dtype
-        self.device = self._embed.device
-        self._layers = tuple(
+        self.embed = weights["embed"]
+        self.dtype = self.embed.dtype
+        self.device = self.embed.device
+        self.layers = tuple(
             _layer(architecture, weights, index) for index in range(architecture.num_layers)
         )
-        self._norm = weights["norm"]
-        self._head = weights["embed" if architecture.tied_head else "head"]
-        self._rotary = Rotary(
+        self.norm = weights["norm"]
+        self.head = weights["embed" if architecture.tied_head else "head"]
+        self.rotary = Rotary(
             architecture, max_model_len=max_model_len, dtype=self.dtype, device=self.device
         )
 
@@ -101,30 +103,30 @@ class Decoder:
         """
         eps = self.architecture.rms_eps
         kept = states or {}
-        last_rows = None if len(self._layers) in kept else rows
-        x = functional.embedding(token_ids, self._embed)
-        cos, sin = self._rotary.at(positions)
-        for index, layer in enumerate(self._layers):
+        last_rows = None if len(self.layers) in kept else rows
+        x = functional.embedding(token_ids, self.embed)
+        cos, sin = self.rotary.at(positions)
+        for index, layer in enumerate(self.layers):
             if index in kept:
                 kept[index].copy_(x)
             q, k, v = self._project(layer, rms_norm(x, layer.attn_norm, eps), cos, sin)
             attended = attend(index, q, k, v)
-            if last_rows is not None and index == len(self._layers) - 1:
+            if last_rows is not None and index == len(self.layers) - 1:
                 x, attended = x[last_rows], attended[last_rows]
             x.add_(linear(attended, layer.o, layer.o_bias))
             x.add_(_feed_forward(layer, rms_norm(x, layer.mlp_norm, eps)))
-        if len(self._layers) not in kept:
+        if len(self.layers) not in kept:
             return x
-        kept[len(self._layers)].copy_(rms_norm(x, self._norm, eps))
+        kept[len(self.layers)].copy_(rms_norm(x, self.norm, eps))
         return x if rows is None else x[rows]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Raw logits, float32 [N, vocab], of hidden states [N, hidden] from `forward`."""
-        normed = rms_norm(hidden, self._norm, self.architecture.rms_eps)
-        return linear(normed, self._head).to(torch.float32)
+        normed = rms_norm(hidden, self.norm, self.architecture.rms_eps)
+        return linear(normed, self.head).to(torch.float32)
 
     def _project(
-        self, layer: _Layer, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+        self, layer: DecoderLayer, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Q, K, V of `x` [T, hidden]; Q and K normed and rotated in one go, since they adjoin."""
         a = self.architecture
@@ -137,12 +139,12 @@ class Decoder:
         return qk[:, : a.num_heads], qk[:, a.num_heads :], v
 
 
-def _feed_forward(layer: _Layer, x: torch.Tensor) -> torch.Tensor:
+def _feed_forward(layer: DecoderLayer, x: torch.Tensor) -> torch.Tensor:
     gate, up = linear(x, layer.gate_up, layer.gate_up_bias).chunk(2, dim=-1)
     return linear(functional.silu(gate).mul_(up), layer.down, layer.down_bias)
 
 
-def _layer(a: Architecture, weights: Mapping[str, torch.Tensor], index: int) -> _Layer:
+def _layer(a: Architecture, weights: Mapping[str, torch.Tensor], index: int) -> DecoderLayer:
     prefix = f"layers.{index}."
     own = {name.removeprefix(prefix): weights[name] for name in weights if name.startswith(prefix)}
     if a.qk_norm:
@@ -150,4 +152,4 @@ def _layer(a: Architecture, weights: Mapping[str, torch.Tensor], index: int) -> 
         own["qk_norm"] = torch.cat(
             (q_norm.expand(a.num_heads, -1), k_norm.expand(a.num_kv_heads, -1))
         )
-    return _Layer(**own)
+    return DecoderLayer(**own)

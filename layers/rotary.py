@@ -26,12 +26,12 @@ class Rotary:
     ) -> None:
         positions = torch.arange(max_model_len, dtype=torch.float32)
         angles = positions[:, None] * inverse_frequencies(architecture)[None, :]
-        self._cos = angles.cos().to(device=device, dtype=dtype)  # [max_model_len, head_dim / 2]
-        self._sin = angles.sin().to(device=device, dtype=dtype)
+        self.cos = angles.cos().to(device=device, dtype=dtype)  # [max_model_len, head_dim / 2]
+        self.sin = angles.sin().to(device=device, dtype=dtype)
 
     def at(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Factors for `rotate` at `positions` [T]: two of [T, 1, head_dim], made once a step."""
-        cos, sin = self._cos[positions], self._sin[positions]
+        cos, sin = self.cos[positions], self.sin[positions]
         return torch.cat((cos, cos), -1)[:, None], torch.cat((-sin, sin), -1)[:, None]
 
 

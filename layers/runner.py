@@ -5,21 +5,20 @@ Lives on the device thread. Knows no connector by name, no text and no queue.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
 
-from interlace.engine.kv_connector import KVConnectorHandshakeMetadata, KVConnectorOutput
+from interlace.engine.kv_connector import KVConnectorHandshakeMetadata
 from interlace.engine.outputs import ModelRunnerOutput
 from interlace.engine.ports import PendingStep, WorkerConnector
 from interlace.engine.scheduler_output import SchedulerOutput
 from interlace.layers.attention import SequenceChunk
 from interlace.layers.decoder import Decoder
 from interlace.layers.kv_pages import KVPages
+from interlace.layers.request_sampling import sample_requests
 from interlace.layers.runner_state import RunnerRequest, RunnerState
-from interlace.layers.sampler import SamplingRow, sample
 from interlace.layers.workers import Workers
 
 
@@ -74,7 +73,7 @@ class ModelRunner:
             workers.zero_blocks(scheduler_output.zeroed_block_ids)
         if not requests:
             reports = workers.no_forward(scheduler_output)
-            return self._with_reports(ModelRunnerOutput(), reports)
+            return workers.with_reports(ModelRunnerOutput(), reports)
         workers.copy_blocks(scheduler_output.block_copies)
         counts = [scheduler_output.num_scheduled_tokens[r.req_id] for r in requests]
         chunks = [
@@ -92,18 +91,9 @@ class ModelRunner:
         hidden = self._forward(scheduler_output, requests, chunks, rows)
         output = ModelRunnerOutput()
         if sampling:
-            output = self._sample(self.decoder.logits(hidden), [requests[i] for i in sampling])
-        return self._with_reports(output, workers.collect(scheduler_output))
-
-    def _with_reports(
-        self, output: ModelRunnerOutput, reports: KVConnectorOutput | None
-    ) -> ModelRunnerOutput:
-        num_strays = self._workers.take_num_strays()
-        if reports is None and num_strays == 0:
-            return output
-        return dataclasses.replace(
-            output, kv_connector_output=reports, num_stray_reports=num_strays
-        )
+            logits = self.decoder.logits(hidden)
+            output = sample_requests(logits, [requests[i] for i in sampling], self._eos_token_ids)
+        return workers.with_reports(output, workers.collect(scheduler_output))
 
     def close(self) -> None:
         """Let the connectors end; drop pages and requests."""
@@ -158,32 +148,3 @@ class ModelRunner:
         shape = (num_tokens, len(ids), decoder.architecture.hidden_size)
         kept = torch.empty(shape, dtype=decoder.dtype, device=decoder.device)
         return kept, dict(zip(ids, kept.unbind(1), strict=True))
-
-    def _sample(self, logits: torch.Tensor, requests: Sequence[RunnerRequest]) -> ModelRunnerOutput:
-        sampled = sample(logits, [self._row(request) for request in requests])
-        tokens, logprobs = {}, {}
-        for request, token_id, chosen in zip(
-            requests, sampled.token_ids, sampled.logprobs, strict=True
-        ):
-            # A request that failed still gets a token here: a later step may be planned already.
-            request.tokens.append(max(token_id, 0))
-            if request.req_id in sampled.errors:
-                continue
-            tokens[request.req_id] = (token_id,)
-            if chosen is not None:
-                logprobs[request.req_id] = (chosen,)
-        return ModelRunnerOutput(tokens, logprobs, sampled.errors)
-
-    def _row(self, request: RunnerRequest) -> SamplingRow:
-        params = request.sampling_params
-        stops = set(params.stop_token_ids or ())
-        if not params.ignore_eos:
-            stops |= self._eos_token_ids
-        return SamplingRow(
-            req_id=request.req_id,
-            params=params,
-            seed=request.seed,
-            prompt_token_ids=request.tokens.view(0, request.num_prompt_tokens),
-            output_token_ids=request.tokens.view(request.num_prompt_tokens),
-            stop_token_ids=stops,
-        )

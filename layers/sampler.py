@@ -20,6 +20,10 @@ from interlace.layers.random_draws import uniform
 
 NO_TOKEN = -1
 """Stands where a row could not be sampled."""
+NOT_FINITE = (
+    "the model produced no finite logits (the largest is {}); "
+    "use dtype='float32', and check the weights if that does not help."
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -101,10 +105,7 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> SampledRows:
 def _sample_row(logits: Tensor, row: SamplingRow, best_id: int, best: float) -> int:
     """The token of one row, whose largest raw logit is `best` at `best_id`."""
     if not math.isfinite(best):
-        raise _NoChoiceError(
-            f"the model produced no finite logits (the largest is {best}); "
-            "use dtype='float32', and check the weights if that does not help."
-        )
+        raise _NoChoiceError(NOT_FINITE.format(best))
     if row.plain_greedy:
         return best_id
     adjusted = adjusted_logits(logits, row)

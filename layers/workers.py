@@ -6,6 +6,7 @@ Their connectors' reports come out as one. Knows no connector by name.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 
@@ -14,12 +15,13 @@ import torch
 from interlace.engine.errors import ConnectorError
 from interlace.engine.kv_connector import KVConnectorHandshakeMetadata, KVConnectorOutput
 from interlace.engine.kv_output_aggregator import KVOutputAggregator
+from interlace.engine.outputs import ModelRunnerOutput
 from interlace.engine.ports import WorkerConnector
 from interlace.engine.scheduler_output import BlockCopy, SchedulerOutput
 from interlace.layers.attention import PagedAttention, SequenceChunk
 from interlace.layers.decoder import Attend
 from interlace.layers.forward_context import TritonAttentionMetadata
-from interlace.layers.kv_hooks import KVHooks
+from interlace.layers.kv_hooks import KVHooks, LayerHooks
 from interlace.layers.kv_pages import KVPages
 
 
@@ -89,17 +91,28 @@ class Workers:
         paged = [first, *(first.on(pages) for pages in self.pages[1:])]
         self._attends = list(paged)
         self._slots = first.slots
-        make_metadata: Callable[[], TritonAttentionMetadata] = functools.partial(
-            TritonAttentionMetadata.of, chunks, first.slots, self.block_size
+        self.begin_loads(
+            output,
+            functools.partial(TritonAttentionMetadata.of, chunks, first.slots, self.block_size),
         )
-        for hooks in self._hooks:
-            hooks.pre_forward(output, make_metadata)
         if self._hooks:
             self._attends = [
                 hooks.maybe_transfer_kv_layer(attend, output)
                 for hooks, attend in zip(self._hooks, paged, strict=True)
             ]
         return self._attends[0] if size == 1 else self._attend
+
+    def begin_loads(
+        self, output: SchedulerOutput, make_metadata: Callable[[], TritonAttentionMetadata]
+    ) -> None:
+        """The part of `pre_forward` for a runner with an attention of its own."""
+        for hooks in self._hooks:
+            hooks.pre_forward(output, make_metadata)
+
+    def layer_hooks(self, output: SchedulerOutput) -> LayerHooks | None:
+        """The layer hooks of the only worker, after `begin_loads`; None if it has none."""
+        assert len(self.pages) == 1, "several workers take turns within `Attend`"
+        return self._hooks[0].layer_hooks(output) if self._hooks else None
 
     def _attend(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
@@ -140,9 +153,16 @@ class Workers:
         # With one worker there is nothing to count, and the scheduler knows strays better.
         return reports[0] if reports else None
 
-    def take_num_strays(self) -> int:
-        """Reports since the last call that counted for nothing."""
-        return self._aggregator.take_num_strays()
+    def with_reports(
+        self, output: ModelRunnerOutput, reports: KVConnectorOutput | None
+    ) -> ModelRunnerOutput:
+        """A step's output with what its connectors reported, `collect`ed or of `no_forward`."""
+        num_strays = self._aggregator.take_num_strays()
+        if reports is None and num_strays == 0:
+            return output
+        return dataclasses.replace(
+            output, kv_connector_output=reports, num_stray_reports=num_strays
+        )
 
     def close(self) -> None:
         """Let the connectors end; drop the pages."""

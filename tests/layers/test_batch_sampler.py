@@ -27,7 +27,9 @@ def make_row(seed: int, num_output: int, **params: Any) -> SamplingRow:
 
 
 def batched(logits: torch.Tensor, rows: list[SamplingRow]) -> list[int]:
-    draws = [Draw.of(i, row, len(row.output_token_ids)) for i, row in enumerate(rows)]
+    draws = [
+        Draw.of(i, row.params, row.seed, len(row.output_token_ids)) for i, row in enumerate(rows)
+    ]
     sampled = sample_batch(logits, [draw for draw in draws if draw is not None])
     assert torch.equal(sampled.best, logits.amax(-1).float())
     return sampled.token_ids.tolist()
@@ -65,8 +67,8 @@ def test_rows_without_finite_logits_are_told_by_their_best() -> None:
     logits[0] = -torch.inf
     logits[1, 4] = torch.nan
     rows = [make_row(i, 0, temperature=t) for i, t in enumerate([1.0, 0.0, 1.0])]
-    draws = [draw for i, row in enumerate(rows) if (draw := Draw.of(i, row, 0)) is not None]
-    best = sample_batch(logits, draws).best
+    draws = [Draw.of(i, row.params, row.seed, 0) for i, row in enumerate(rows)]
+    best = sample_batch(logits, [draw for draw in draws if draw is not None]).best
     assert best.isfinite().tolist() == [False, False, True]
 
 
@@ -85,8 +87,9 @@ def test_rows_without_finite_logits_are_told_by_their_best() -> None:
     ],
 )
 def test_rows_that_need_more_are_told_apart(fitting: bool, params: dict[str, Any]) -> None:
-    assert fits(make_row(0, 0, **params)) is fitting
+    assert fits(SamplingParams(**params), 0) is fitting
 
 
 def test_a_mask_that_has_ended_needs_no_more() -> None:
-    assert fits(make_row(0, 4, min_tokens=4))
+    assert not fits(SamplingParams(min_tokens=4), 3)
+    assert fits(SamplingParams(min_tokens=4), 4)

@@ -1,0 +1,69 @@
+"""Block tables that stay on the device: a step uploads only what was added since the last one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from interlace.engine.scheduler_output import SchedulerOutput
+from interlace.layers.device_copies import to_device
+from interlace.layers.runner_state import RunnerRequest
+
+
+class BlockTables:
+    """A row for each request that runs, and each one's newest token.
+
+    The last row is nobody's: it names the null block throughout, for padding.
+    """
+
+    def __init__(self, num_rows: int, num_columns: int, device: torch.device) -> None:
+        """`num_rows`: requests that may run at once; `num_columns`: blocks of one request."""
+        self.nobody = num_rows
+        """The row of padding."""
+        self.tables = torch.zeros((num_rows + 1, num_columns), dtype=torch.int32, device=device)
+        self.newest = torch.zeros(num_rows + 1, dtype=torch.int64, device=device)
+        """int64 [rows]: the token that was sampled last."""
+        self._free = list(range(num_rows - 1, -1, -1))
+        self._rows: dict[str, int] = {}
+        self._num_uploaded: dict[str, int] = {}
+
+    def follow(self, output: SchedulerOutput) -> None:
+        """Give rows to requests that begin or resume, take those of ended and preempted ones."""
+        for req_id in output.finished_req_ids | output.preempted_req_ids:
+            row = self._rows.pop(req_id, None)
+            if row is not None:
+                self._free.append(row)
+                del self._num_uploaded[req_id]
+        begun = [new.req_id for new in output.scheduled_new_reqs]
+        for req_id in (*begun, *output.scheduled_cached_reqs.resumed_req_ids):
+            self._rows[req_id] = self._free.pop()
+            self._num_uploaded[req_id] = 0
+
+    def row(self, req_id: str) -> int:
+        """The request's row."""
+        return self._rows[req_id]
+
+    def upload(self, requests: Iterable[RunnerRequest]) -> None:
+        """Queue the upload of blocks that these requests got since their last step."""
+        places: list[np.ndarray[tuple[int], np.dtype[np.int64]]] = []
+        blocks: list[int] = []
+        width = self.tables.shape[1]
+        for request in requests:
+            begin, end = self._num_uploaded[request.req_id], len(request.block_ids)
+            if begin < end:
+                places.append(self._rows[request.req_id] * width + np.arange(begin, end))
+                blocks += request.block_ids[begin:]
+                self._num_uploaded[request.req_id] = end
+        if places:
+            device = self.tables.device
+            index = to_device(np.concatenate(places), torch.int64, device)
+            values = to_device(blocks, torch.int32, device)
+            self.tables.view(-1).index_copy_(0, index, values)
+
+    def note_sampled(self, rows: Sequence[int], token_ids: Tensor) -> None:
+        """Queue: `token_ids` [N], on the device, are the newest tokens of `rows`."""
+        index = to_device(rows, torch.int64, self.newest.device)
+        self.newest.index_copy_(0, index, token_ids)
