@@ -22,7 +22,7 @@ from interlace.connectors.conformance.tiny_model import tiny_model
 from interlace.engine.config import KVRole
 from interlace.engine.errors import ConfigError
 
-DEADLINE_S = 20.0
+DEADLINE_S = 30.0
 """For each run of a scenario; the usual one takes a fraction of a second."""
 
 

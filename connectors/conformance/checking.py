@@ -22,7 +22,7 @@ _WATCHED = {
     "loaded-kv-right": ("compared blocks", "it never loaded"),
     "layer-loads-complete": ("sync loads", "it never loaded within a step"),
     "loads-reported-when-done": ("async loads", "it never loaded asynchronously"),
-    "loads-do-not-hold-up-steps": ("async loads", "it never loaded asynchronously"),
+    "loads-do-not-hold-up-steps": ("async loads on lanes", "it never loaded so on lanes"),
     "loads-write-only-their-blocks": ("steps", "no step was run"),
     "reported-once": ("reports", "it never reported anything"),
     "reports-known-ids": ("reports", "it never reported anything"),
@@ -30,7 +30,7 @@ _WATCHED = {
     "idle-at-the-end": ("idle", "no scenario came to its end"),
     "shutdown-releases": ("released", "no scenario came to its end"),
     "bounded-time": ("steps", "no step was run"),
-    "workers-agree": ("several workers", "there is one worker"),
+    "workers-agree": ("loads of several workers", "there were not several workers that loaded"),
 }
 """Properties that are watched in every scenario: which evidence it takes to judge one, and what to
 say without any."""
@@ -78,10 +78,6 @@ class Checker:
             for variant in self._variants(scenario):
                 if not self._is_over:
                     self._play(scenario, variant)
-        evidence = self._bench.evidence
-        evidence["promises"] = evidence["held"] + evidence["async loads"]
-        if self._bench.subject.workers > 1:
-            evidence["several workers"] = evidence["loaded tokens"]
         violated = self._verdicts.violations
         wanted = [one for one in PROPERTIES if not only or one.id in only or one.id in violated]
         return [self._result(one) for one in wanted]

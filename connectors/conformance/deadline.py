@@ -20,6 +20,7 @@ def call_within(call: Callable[[], None], timeout_s: float) -> None:
     are busy. Raises: what it raises; `Overrun` if it takes longer than `timeout_s`.
     """
     raised: list[BaseException] = []
+    num_threads = torch.get_num_threads()
 
     def run() -> None:
         try:
@@ -32,6 +33,7 @@ def call_within(call: Callable[[], None], timeout_s: float) -> None:
     thread.start()
     thread.join(timeout_s)
     if thread.is_alive():
+        torch.set_num_threads(num_threads)  # since the thread left behind will not
         raise Overrun
     if raised:
         raise raised[0]

@@ -340,13 +340,23 @@ class Harness:
         block_hash = probe.block_hashes[index]
         lost: set[bytes] = set()
         for side in self.parts.worker_sides:
-            lost |= set(self._guarded(lambda side=side: side.inject_store_fault(kind, block_hash)))
+            lost |= self._lost_by(side, kind, block_hash)
         self.lost_hashes.update(lost)
         self._answers.loads_may_raise |= bool(lost)
         self.watch.trace.note(
             f"engine    damages block {index} in the store: {kind}, {len(lost)} blocks are lost"
         )
         return bool(lost)
+
+    def _lost_by(self, side: KVConnectorBase_V1, kind: str, block_hash: bytes) -> set[bytes]:
+        try:
+            return set(side.inject_store_fault(kind, block_hash))
+        except Exception as error:
+            name = f"{self.subject.name}.inject_store_fault({kind!r})"
+            message = f"{name} raised {type(error).__name__}: {error}"
+            self.watch.findings.add("hooks-do-not-raise", message)
+            self.watch.findings.raise_first()
+            raise
 
     def reset_prefix_cache(self, *, reset_connector: bool = False) -> bool:
         """Let the engine forget its cached blocks; nothing may be under way."""

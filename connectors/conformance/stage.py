@@ -65,6 +65,17 @@ class Bench:
     evidence: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
     lane_names: set[str] = dataclasses.field(default_factory=set)
 
+    def note(self, harness: Harness) -> None:
+        """Add what was seen in one engine."""
+        seen = harness.watch.evidence
+        self.evidence += seen
+        self.lane_names |= harness.lanes.names
+        self.evidence["promises"] += seen["held"] + seen["async loads"]
+        if harness.lanes.names:
+            self.evidence["async loads on lanes"] += seen["async loads"]
+        if self.subject.workers > 1:
+            self.evidence["loads of several workers"] += seen["loaded tokens"]
+
 
 class Stage:
     """For one run of one scenario."""
@@ -103,8 +114,7 @@ class Stage:
             harness.close()
             check_released(harness)
         finally:
-            self.bench.evidence += harness.watch.evidence
-            self.bench.lane_names |= harness.lanes.names
+            self.bench.note(harness)
             with contextlib.suppress(Violation):
                 harness.close()
 

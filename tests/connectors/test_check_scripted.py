@@ -30,8 +30,8 @@ def check(rule: Rule, *only: str, fail_fast: bool = False) -> CheckReport:
 
 @pytest.mark.parametrize("name", RIGHT)
 def test_a_right_script_passes(name: str) -> None:
-    only = ("tokens-cold", "tokens-hit", "tokens-full-hit", "shared-prefix")
-    report = check(RIGHT[name], *only, "plan-reset", "aborted-in-every-state")
+    only = ("tokens-hit", "shared-prefix", "plan-reset")
+    report = check(RIGHT[name], *only)
     report.raise_if_failed()
 
 
@@ -41,9 +41,10 @@ def test_the_whole_check_passes() -> None:
     skipped = {one.property.id: one.detail for one in report.results if one.verdict == "skipped"}
     assert skipped == {
         "layer-loads-complete": "it never loaded within a step",
+        "loads-do-not-hold-up-steps": "it never loaded so on lanes",
         "transfers-in-any-order": "it uses no lanes, so its transfers have one order",
         "failures-exact": "it declares no store_fault_kinds",
-        "workers-agree": "there is one worker",
+        "workers-agree": "there were not several workers that loaded",
     }
     assert report.notes == ("it uses no lanes: its transfers were seen in one order only",)
 
