@@ -72,16 +72,22 @@ class AttentionPlan:
         return self.num_requests + (self.decode_slots if self.decode_slots > 1 else 0)
 
     @property
+    def schedule_shape(self) -> tuple[int, int]:
+        """Of the int32 tensor that `schedule_decode` fills and `paged_attention` takes."""
+        return self.num_decode_items + self.num_requests, 8
+
+    @property
     def num_chunk_tiles(self) -> int:
         """Tiles for any split of the tokens among the requests: each wastes less than one."""
         return self.num_tokens // self.chunk_tokens + self.num_requests
 
     @property
     def workspace_numel(self) -> int:
-        """Float32 numbers that a call needs to put partial answers into."""
+        """Float32 numbers that a call needs for partial answers and a schedule."""
         decode = self.num_decode_items if self.decode_slots > 1 else 0
         chunk = self.num_tokens * self.chunk_splits if self.chunk_splits > 1 else 0
-        return max(decode, chunk) * self.num_heads * (self.head_dim + 1)
+        rows, width = self.schedule_shape
+        return max(decode, chunk) * self.num_heads * (self.head_dim + 1) + rows * width
 
 
 def plan_attention(

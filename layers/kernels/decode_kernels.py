@@ -1,8 +1,11 @@
 """Attention of requests with one new token: the keys of all are dealt out evenly to programs.
 
-Each program works out the same schedule from the lengths: a request gets as many shares of about
-equal size as its length asks for, and item i is the i-th share of all. So one long request among
-short ones occupies the whole device, and the grid depends on no length.
+A schedule is worked out from the lengths on the device, once a step: a request gets as many shares
+of about equal size as its length asks for, and item i is the i-th share of all. So one long request
+among short ones occupies the whole device, and no grid depends on a length. A row of the schedule
+is 8 numbers. Of an item: its request's row of Q, block table and length, the first key it may see,
+the keys of the share, the request's number of shares (0: no such item). Behind the items, of a
+request: its row of Q, its first item and its number of shares.
 """
 
 from __future__ import annotations
@@ -12,53 +15,77 @@ from interlace.layers.kernels.toolchain import Pointer, Scalar, Tile, constexpr,
 
 
 @jit()
-def schedule(
-    seq_lens: Pointer,
-    query_start_loc: Pointer,
-    num_requests: Scalar,
-    window: Scalar,
-    slots: constexpr,
-    least: constexpr,
-    keys: constexpr,
-    padded_requests: constexpr,
-) -> tuple[Tile, Tile, Tile, Tile, Tile]:
-    """Of each request: its row, length, first key and shares, and the shares up to its end.
-
-    A share is what each of `slots` programs would get, or more where requests are many (they fill
-    the device anyway), and at least `least`. Requests without exactly one new token get none;
-    padding gets one. The sum of all is at most `slots` and one for each request.
-    """
-    index = tl.arange(0, padded_requests)
-    known = index < num_requests
-    start = tl.load(query_start_loc + index, mask=known, other=0)
-    end = tl.load(query_start_loc + index + 1, mask=known, other=0)
-    length = tl.load(seq_lens + index, mask=known, other=0)
-    begin = tl.where(window > 0, tl.maximum(length - window, 0), 0)
-    mine = known & (end - start == 1)
-    span = tl.where(mine, length - begin // keys * keys, 0)
-    mean = tl.cdiv(tl.sum(span, 0), slots)
-    share = tl.maximum(mean + mean // (4 * slots) * num_requests, least)
-    shares = tl.where(mine, tl.maximum(tl.cdiv(span, share), 1), 0)
-    return start, length, begin, shares, tl.cumsum(shares, 0)
-
-
-@jit()
 def pick(values: Tile, which: Tile) -> Scalar:
     """The one value where `which` holds."""
     return tl.sum(tl.where(which, values, 0), 0)
 
 
-@jit("num_requests", "window", "table_stride")
+@jit("num_requests", "num_items", "window")
+def schedule_kernel(
+    seq_lens: Pointer,
+    query_start_loc: Pointer,
+    schedule: Pointer,
+    num_requests: Scalar,
+    num_items: Scalar,
+    window: Scalar,
+    slots: constexpr,
+    least: constexpr,
+    keys: constexpr,
+    padded_requests: constexpr,
+) -> None:
+    """One row of the schedule. Grid: (items + requests,).
+
+    A share is what each of `slots` programs would get, or more where requests are many (they fill
+    the device anyway), and at least `least`. Requests without exactly one new token get none;
+    padding gets one. The sum of all is at most `slots` and one for each request.
+    """
+    row = tl.program_id(0)
+    index = tl.arange(0, padded_requests)
+    known = index < num_requests
+    start = tl.load(query_start_loc + index, mask=known, other=0)
+    stop = tl.load(query_start_loc + index + 1, mask=known, other=0)
+    length = tl.load(seq_lens + index, mask=known, other=0)
+    begin = tl.where(window > 0, tl.maximum(length - window, 0), 0)
+    mine = known & (stop - start == 1)
+    span = tl.where(mine, length - begin // keys * keys, 0)
+    mean = tl.cdiv(tl.sum(span, 0), slots)
+    share = tl.maximum(mean + mean // (4 * slots) * num_requests, least)
+    shares = tl.where(mine, tl.maximum(tl.cdiv(span, share), 1), 0)
+    after = tl.cumsum(shares, 0)
+    at = schedule + row * 8
+    if row < num_items:
+        request = tl.sum((after <= row).to(tl.int32), 0)
+        which = index == request
+        count = pick(shares, which)  # none for an item behind the last
+        first_key = pick(begin, which)
+        end = pick(length, which)
+        base = first_key // keys * keys
+        part = tl.cdiv(tl.cdiv(end - base, tl.maximum(count, 1)), keys) * keys
+        low = base + (row - pick(after, which) + count) * part
+        tl.store(at, pick(start, which))
+        tl.store(at + 1, request)
+        tl.store(at + 2, end)
+        tl.store(at + 3, first_key)
+        tl.store(at + 4, low)
+        tl.store(at + 5, tl.minimum(low + part, end))
+        tl.store(at + 6, count)
+    else:
+        which = index == row - num_items
+        count = pick(shares, which)
+        tl.store(at, pick(start, which))
+        tl.store(at + 1, pick(after, which) - count)
+        tl.store(at + 2, count)
+
+
+@jit("window", "table_stride")
 def decode_kernel(
     q: Pointer,
     pages: Pointer,
     block_table: Pointer,
-    seq_lens: Pointer,
-    query_start_loc: Pointer,
+    schedule: Pointer,
     out: Pointer,
     partial: Pointer,
     weight: Pointer,
-    num_requests: Scalar,
     window: Scalar,
     scale: Scalar,
     table_stride: Scalar,
@@ -76,40 +103,28 @@ def decode_kernel(
     block_size: constexpr,
     rows: constexpr,
     keys: constexpr,
-    slots: constexpr,
-    least: constexpr,
-    padded_requests: constexpr,
     precision: constexpr,
 ) -> None:
-    """One KV head's query heads over one share of a request's keys.
-
-    Grid: (kv heads, slots + requests).
-    """
+    """One KV head's query heads over one share of a request's keys. Grid: (kv heads, items)."""
     kv_head = tl.program_id(0)
     item = tl.program_id(1)
-    starts, lengths, begins, all_shares, after = schedule(
-        seq_lens, query_start_loc, num_requests, window, slots, least, keys, padded_requests
-    )
-    if item >= tl.sum(all_shares, 0):
+    at = schedule + item * 8
+    start = tl.load(at).to(tl.int64)
+    request = tl.load(at + 1).to(tl.int64)
+    seq_len = tl.load(at + 2)
+    begin = tl.load(at + 3)
+    low = tl.load(at + 4)
+    high = tl.load(at + 5)
+    shares = tl.load(at + 6)
+    if shares == 0:
         return
-    request = tl.sum((after <= item).to(tl.int32), 0)
-    which = tl.arange(0, padded_requests) == request
-    seq_len = pick(lengths, which)
-    begin = pick(begins, which)
-    shares = pick(all_shares, which)
-    start = pick(starts, which)
-    base = begin // keys * keys
-    share = tl.cdiv(tl.cdiv(seq_len - base, shares), keys) * keys
-    low = base + (item - pick(after, which) + shares) * share
-    high = tl.minimum(low + share, seq_len)
-
     row = tl.arange(0, rows)
     dim = tl.arange(0, padded_dim)
     head = kv_head * group + row
     mask = (row < group)[:, None] & (dim < head_dim)[None, :]
-    q_at = q + start.to(tl.int64) * q_token_stride + head * q_head_stride
+    q_at = q + start * q_token_stride + head * q_head_stride
     q_tile = tl.load(q_at[:, None] + dim[None, :], mask=mask, other=0.0)
-    table = block_table + request.to(tl.int64) * table_stride
+    table = block_table + request * table_stride
     k_pages = pages + kv_head * head_stride
     position = row * 0 + seq_len - 1
     acc = tl.zeros((rows, padded_dim), tl.float32)
@@ -123,47 +138,38 @@ def decode_kernel(
         )  # fmt: skip
     answer, log_weight = finished(acc, peak, total)
     if shares == 1:
-        out_at = out + start.to(tl.int64) * out_token_stride + head * out_head_stride
+        out_at = out + start * out_token_stride + head * out_head_stride
         tl.store(out_at[:, None] + dim[None, :], answer.to(out.dtype.element_ty), mask=mask)
     else:
-        at = item * (tl.num_programs(0) * group) + head
-        tl.store(partial + at[:, None] * head_dim + dim[None, :], answer, mask=mask)
-        tl.store(weight + at, log_weight, mask=row < group)
+        place = item * (tl.num_programs(0) * group) + head
+        tl.store(partial + place[:, None] * head_dim + dim[None, :], answer, mask=mask)
+        tl.store(weight + place, log_weight, mask=row < group)
 
 
-@jit("num_requests", "window")
+@jit("num_items")
 def join_decode_kernel(
-    seq_lens: Pointer,
-    query_start_loc: Pointer,
+    schedule: Pointer,
     out: Pointer,
     partial: Pointer,
     weight: Pointer,
-    num_requests: Scalar,
-    window: Scalar,
+    num_items: Scalar,
     out_token_stride: Scalar,
     out_head_stride: Scalar,
     head_dim: constexpr,
     padded_dim: constexpr,
-    keys: constexpr,
     slots: constexpr,
-    least: constexpr,
-    padded_requests: constexpr,
 ) -> None:
     """Join the shares of one request and head, if it has several. Grid: (heads, requests)."""
     head = tl.program_id(0)
-    request = tl.program_id(1)
-    starts, _, _, all_shares, after = schedule(
-        seq_lens, query_start_loc, num_requests, window, slots, least, keys, padded_requests
-    )
-    which = tl.arange(0, padded_requests) == request
-    shares = pick(all_shares, which)
+    at = schedule + (num_items + tl.program_id(1)) * 8
+    start = tl.load(at).to(tl.int64)
+    first = tl.load(at + 1)
+    shares = tl.load(at + 2)
     if shares <= 1:
         return
     share = tl.arange(0, slots)
-    item = pick(after, which) - shares + share
     dim = tl.arange(0, padded_dim)
-    at = item * tl.num_programs(0) + head
-    answer = joined(partial, weight, at, share < shares, dim, head_dim)
-    start = pick(starts, which).to(tl.int64)
+    place = (first + share) * tl.num_programs(0) + head
+    answer = joined(partial, weight, place, share < shares, dim, head_dim)
     out_at = out + start * out_token_stride + head * out_head_stride
     tl.store(out_at + dim, answer.to(out.dtype.element_ty), mask=dim < head_dim)

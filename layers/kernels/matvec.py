@@ -80,7 +80,12 @@ def matvec_kernel(
 
 
 def matvec_tiles(n: int, k: int, rows: int) -> MatvecTiles:
-    """Tiles for weights [n, k]: a table by shape, found by measuring."""
+    """Tiles for weights [n, k]: a table by shape, found by measuring.
+
+    Short inputs are taken in steps that divide them, or much of a step would be empty.
+    """
+    if k < 1024 and k % 64 == 0:
+        return MatvecTiles(32 if n >= 8192 else 8, min(k & -k, 256), num_warps=4)
     if rows == 1:
         if k >= 8192:
             return MatvecTiles(4, 512, num_warps=8)
@@ -101,11 +106,11 @@ def matvec_tiles(n: int, k: int, rows: int) -> MatvecTiles:
 def prefers_matvec(n: int, k: int, rows: int, dtype: torch.dtype) -> bool:
     """Whether this kernel beats the matrix library for weights [n, k], as measured on an H200.
 
-    With more rows each weight is used more often than it takes to load it; then only small
+    With more rows a 16-bit weight is used for longer than it takes to load it; then only small
     matrices gain, for which the library's choice is poor.
     """
-    if dtype not in (torch.bfloat16, torch.float16):
-        return False
+    if dtype == torch.float32:
+        return rows <= 4
     return rows <= 2 or (rows <= 4 and k >= 2048 and n * k <= 4_000_000)
 
 

@@ -10,10 +10,39 @@ from torch import Tensor
 
 from interlace.layers.kernels.attention_plan import AttentionPlan
 from interlace.layers.kernels.chunk_kernels import chunk_kernel, join_chunk_kernel
-from interlace.layers.kernels.decode_kernels import decode_kernel, join_decode_kernel
+from interlace.layers.kernels.decode_kernels import (
+    decode_kernel,
+    join_decode_kernel,
+    schedule_kernel,
+)
 from interlace.layers.kernels.toolchain import next_power_of_2
 
 LOG2_E = math.log2(math.e)
+
+
+def schedule_decode(
+    seq_lens: Tensor,
+    query_start_loc: Tensor,
+    *,
+    plan: AttentionPlan,
+    out: Tensor,
+    window: int = 0,
+) -> Tensor:
+    """Deal out the keys of the step's requests: once for all layers with the same window.
+
+    Arguments as for `paged_attention`; `out` is int32 of `plan.schedule_shape`, contiguous, and
+    returned. Runs in a graph like the rest.
+    """
+    assert seq_lens.shape[0] == query_start_loc.shape[0] - 1 == plan.num_requests
+    assert seq_lens.dtype == query_start_loc.dtype == out.dtype == torch.int32
+    assert out.shape == plan.schedule_shape
+    assert out.is_contiguous(), "rows of the schedule lie together"
+    schedule_kernel[(out.shape[0],)](
+        seq_lens, query_start_loc, out, plan.num_requests, plan.num_decode_items, window,
+        slots=plan.decode_slots, least=plan.least_share, keys=plan.decode.keys,
+        padded_requests=_size_class(plan.num_requests), num_warps=1,
+    )  # fmt: skip
+    return out
 
 
 def paged_attention(
@@ -27,6 +56,7 @@ def paged_attention(
     scale: float,
     out: Tensor,
     workspace: Tensor,
+    schedule: Tensor | None = None,
     window: int = 0,
 ) -> Tensor:
     """Let each query token see its own request's tokens up to itself. Returns `out`.
@@ -39,6 +69,8 @@ def paged_attention(
       the new ones included; `query_start_loc`: int32 [B + 1], never falling: request b's new tokens
       are rows [query_start_loc[b], query_start_loc[b + 1]) of `q`.
     - `workspace`: float32, at least `plan.workspace_numel` numbers, whose content does not matter.
+    - `schedule`: from `schedule_decode` with these lengths, plan and window. One serves all layers
+      of a step; without it, each call makes its own in the workspace.
     - `window`: how many tokens each one sees, itself included; 0 for all before it.
 
     Padding is harmless: a request with length 0 reads no page and gets zeros for its rows, a
@@ -46,7 +78,12 @@ def paged_attention(
     no row sees are not read. Asserted: that shapes and dtypes are the plan's.
     """
     _check(q, pages, block_table, seq_lens, query_start_loc, plan, out, workspace)
-    step = _Step(q, pages, block_table, seq_lens, query_start_loc, out, workspace)
+    if schedule is None:
+        place = _schedule_place(workspace, plan)
+        schedule = schedule_decode(seq_lens, query_start_loc, plan=plan, out=place, window=window)
+    assert schedule.shape == plan.schedule_shape, "the schedule is the plan's"
+    assert schedule.dtype == torch.int32
+    step = _Step(q, pages, block_table, seq_lens, query_start_loc, schedule, out, workspace)
     _decode(step, plan, scale, window)
     if plan.chunk_splits:
         _chunks(step, plan, scale, window)
@@ -61,6 +98,7 @@ class _Step(NamedTuple):
     block_table: Tensor
     seq_lens: Tensor
     query_start_loc: Tensor
+    schedule: Tensor
     out: Tensor
     workspace: Tensor
 
@@ -84,22 +122,18 @@ def _decode(step: _Step, plan: AttentionPlan, scale: float, window: int) -> None
     """Requests with one new token."""
     tiles, items = plan.decode, plan.num_decode_items
     weight = step.workspace[items * plan.num_heads * plan.head_dim :]
-    padded_dim, padded_requests = next_power_of_2(plan.head_dim), _size_class(plan.num_requests)
+    padded_dim = next_power_of_2(plan.head_dim)
     decode_kernel[plan.num_kv_heads, items](
-        step.q, step.pages, step.block_table, step.seq_lens, step.query_start_loc, step.out,
-        step.workspace, weight, plan.num_requests, window, scale * LOG2_E, *step.strides,
+        step.q, step.pages, step.block_table, step.schedule, step.out, step.workspace, weight,
+        window, scale * LOG2_E, *step.strides,
         group=plan.group, head_dim=plan.head_dim, padded_dim=padded_dim,
         block_size=step.pages.shape[2], rows=tiles.rows, keys=tiles.keys,
-        slots=plan.decode_slots, least=plan.least_share, padded_requests=padded_requests,
         precision=step.precision, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
     )  # fmt: skip
     if plan.decode_slots > 1:
         join_decode_kernel[plan.num_heads, plan.num_requests](
-            step.seq_lens, step.query_start_loc, step.out, step.workspace, weight,
-            plan.num_requests, window, *step.out.stride()[:2],
-            head_dim=plan.head_dim, padded_dim=padded_dim, keys=tiles.keys,
-            slots=plan.decode_slots, least=plan.least_share, padded_requests=padded_requests,
-            num_warps=4,
+            step.schedule, step.out, step.workspace, weight, items, *step.out.stride()[:2],
+            head_dim=plan.head_dim, padded_dim=padded_dim, slots=plan.decode_slots, num_warps=4,
         )  # fmt: skip
 
 
@@ -123,6 +157,13 @@ def _chunks(step: _Step, plan: AttentionPlan, scale: float, window: int) -> None
             head_dim=plan.head_dim, padded_dim=padded_dim, tokens=plan.chunk_tokens,
             keys=tiles.keys, padded_splits=next_power_of_2(splits), num_warps=4,
         )  # fmt: skip
+
+
+def _schedule_place(workspace: Tensor, plan: AttentionPlan) -> Tensor:
+    """The last numbers of the workspace that the plan asks for, as integers."""
+    rows, width = plan.schedule_shape
+    end = plan.workspace_numel
+    return workspace[end - rows * width : end].view(torch.int32).view(rows, width)
 
 
 def _size_class(num_requests: int) -> int:

@@ -19,7 +19,6 @@ from interlace.layers.kernels.toolchain import (
 )
 
 ACTIVATION_BLOCK = 1024
-FEW_ROWS = 16
 MAX_WIDTH = 32768
 
 
@@ -108,8 +107,7 @@ def silu_mul(gate_up: Tensor, *, out: Tensor) -> Tensor:
     assert gate_up.shape == (rows, 2 * width), "gate and up lie side by side"
     assert gate_up.stride(1) == out.stride(1) == 1, "rows are contiguous"
     assert gate_up.dtype == out.dtype, "one dtype"
-    wanted = ACTIVATION_BLOCK // 2 if rows <= FEW_ROWS else ACTIVATION_BLOCK
-    block = min(wanted, next_power_of_2(width))
+    block = min(ACTIVATION_BLOCK, next_power_of_2(width))
     silu_mul_kernel[rows, -(-width // block)](
         gate_up, out, gate_up.stride(0), out.stride(0), width=width, block=block, num_warps=4
     )

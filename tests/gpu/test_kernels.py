@@ -13,8 +13,9 @@ from kernel_twins import matvec_twin, relative_error, rope_and_write_twin, silu_
 from interlace.layers.attention_backend import KVCacheLayout
 from interlace.layers.kernels import pointwise
 from interlace.layers.kernels.attention_plan import plan_attention
+from interlace.layers.kernels.gathered_attention import GatherWorkspace, gathered_attention
 from interlace.layers.kernels.matvec import matvec
-from interlace.layers.kernels.paged_attention import paged_attention
+from interlace.layers.kernels.paged_attention import paged_attention, schedule_decode
 from interlace.layers.kernels.rope_write import rope_and_write
 from interlace.layers.norm import rms_norm
 
@@ -105,7 +106,10 @@ def test_one_captured_graph_serves_requests_that_come_and_go() -> None:
     out = torch.full_like(case.q, math.nan)
     workspace = torch.full((plan.workspace_numel,), math.nan, device="cuda")
 
+    schedule = torch.zeros(plan.schedule_shape, dtype=torch.int32, device="cuda")
+
     def attend() -> None:
+        schedule_decode(seq_lens, case.query_start_loc, plan=plan, out=schedule)
         paged_attention(
             case.q,
             case.pages,
@@ -113,6 +117,7 @@ def test_one_captured_graph_serves_requests_that_come_and_go() -> None:
             seq_lens,
             case.query_start_loc,
             plan=plan,
+            schedule=schedule,
             scale=case.scale,
             out=out,
             workspace=workspace,
@@ -132,6 +137,33 @@ def test_one_captured_graph_serves_requests_that_come_and_go() -> None:
         graph.replay()
         moved = AttentionCase(case.q, case.pages, table, seq_lens, case.query_start_loc)
         assert relative_error(out, moved.expected()) < TOLERANCE[torch.bfloat16]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("heads", [Heads(32, 8, 128), Heads(16, 8, 128), Heads(9, 3, 64)], ids=str)
+@pytest.mark.parametrize(("new", "context"), [(600, 0), (2048, 2048), (700, 3333), (512, 7168)])
+def test_long_chunks_by_gathering(heads: Heads, dtype: torch.dtype, new: int, context: int) -> None:
+    case = AttentionCase.random([(context, new)], heads, dtype=dtype, device="cuda")
+    workspace = GatherWorkspace.allocate(
+        max_new=2048,
+        max_len=8192,
+        num_heads=heads.num_heads,
+        num_kv_heads=heads.num_kv_heads,
+        head_dim=heads.head_dim,
+        dtype=dtype,
+        device=torch.device("cuda"),
+    )
+    for tensor in (workspace.keys, workspace.values, workspace.queries):
+        tensor.fill_(math.nan)
+    found = gathered_attention(
+        case.q,
+        case.pages,
+        case.block_table[0],
+        new + context,
+        scale=case.scale,
+        workspace=workspace,
+    )
+    assert relative_error(found, case.expected()) < TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

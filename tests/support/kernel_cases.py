@@ -13,7 +13,7 @@ from torch import Tensor
 
 from interlace.layers.attention_backend import KVCacheLayout
 from interlace.layers.kernels.attention_plan import AttentionPlan, plan_attention
-from interlace.layers.kernels.paged_attention import paged_attention
+from interlace.layers.kernels.paged_attention import paged_attention, schedule_decode
 from interlace.layers.kv_pages import KVPages
 
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
@@ -110,7 +110,14 @@ class AttentionCase:
         )
         return dataclasses.replace(plan, **changes)  # type: ignore[arg-type]
 
-    def run(self, plan: AttentionPlan, window: int = 0) -> Tensor:
+    def schedule(self, plan: AttentionPlan, window: int = 0) -> Tensor:
+        """As dealt out on the device, into poisoned memory."""
+        out = torch.full(plan.schedule_shape, -(10**9), dtype=torch.int32, device=self.q.device)
+        return schedule_decode(
+            self.seq_lens, self.query_start_loc, plan=plan, out=out, window=window
+        )
+
+    def run(self, plan: AttentionPlan, window: int = 0, schedule: Tensor | None = None) -> Tensor:
         """The kernel's answer, into poisoned memory."""
         device = self.q.device
         return paged_attention(
@@ -123,6 +130,7 @@ class AttentionCase:
             scale=self.scale,
             out=torch.full(self.q.shape, math.nan, dtype=self.q.dtype, device=device),
             workspace=torch.full((plan.workspace_numel,), math.nan, device=device),
+            schedule=schedule,
             window=window,
         )
 
