@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 SchedulingPolicy = Literal["fcfs", "priority"]
 KVRole = Literal["kv_producer", "kv_consumer", "kv_both"]
+CUDAGRAPH_MODES = ("NONE", "PIECEWISE", "FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE")
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 
 
@@ -194,30 +195,34 @@ class EngineConfig(Options):
     dtype: str = "auto"
     """Of weights and KV cache; `auto` is float32 on a CPU."""
     device: str = "auto"
-    """`auto` or `cpu`."""
+    """`cpu`, `cuda`, or `auto`: a GPU that works, else the CPU."""
     max_model_len: int | None = None
     """Most tokens of a request, prompt and answer together; None is the model's own limit."""
     max_num_seqs: int = 256
     """Most requests in one step."""
     max_num_batched_tokens: int | None = None
-    """Token budget of one step; None is 2048 on a CPU."""
+    """Token budget of one step; None is 2048 on a CPU, 8192 on a GPU."""
     block_size: int = 16
     """Tokens per KV block."""
     num_gpu_blocks_override: int | None = None
     """Blocks in the KV pool, the null block included; wins over `kv_cache_bytes`."""
     kv_cache_bytes: int | None = None
-    """Size of the KV pool; None is 1 GiB on a CPU, and at least one `max_model_len`."""
+    """Size of the KV pool. None is 1 GiB on a CPU, and at least one `max_model_len`; on a GPU what
+    `gpu_memory_utilization` leaves."""
     gpu_memory_utilization: float | None = None
-    """Only for a GPU: refused on a CPU."""
+    """Share of a GPU's memory that the engine may take, weights and graphs included; None is 0.9.
+    Refused on a CPU."""
     enable_prefix_caching: bool = True
     disable_hybrid_kv_cache_manager: bool | None = None
     """Models with several KV-cache groups are not there yet, so False is refused."""
     scheduling_policy: SchedulingPolicy = "fcfs"
     """`priority`: lower numbers first, then arrival."""
     cudagraph_mode: str | None = None
-    """Only for a GPU: on a CPU nothing but None or "NONE" is accepted."""
+    """Which steps are CUDA graphs: "NONE", "PIECEWISE", "FULL", "FULL_DECODE_ONLY" or
+    "FULL_AND_PIECEWISE"; None is the last one on a GPU. On a CPU nothing but None or "NONE" is
+    accepted."""
     max_inflight_steps: int | None = None
-    """1, or 2 to prepare a step while the one before runs; None is 1 on a CPU."""
+    """1, or 2 to prepare a step while the one before runs; None is 1 on a CPU, 2 on a GPU."""
     max_waiting_requests: int = 4096
     """Beyond it `generate` raises `EngineBusyError`."""
     skip_tokenizer_init: bool = False
@@ -246,10 +251,10 @@ class EngineConfig(Options):
             "model must be a name or path.",
         )
         self.require_choice("dtype", DTYPES)
-        self.require(
-            self.device in ("auto", "cpu"),
-            f"device {self.device!r} is not supported by this version; use 'cpu' or 'auto'.",
-        )
+        self.require_choice("device", ("auto", "cpu", "cuda"))
+        self.require_choice("cudagraph_mode", (None, *CUDAGRAPH_MODES))
+        if self.gpu_memory_utilization is not None:
+            self.require_number("gpu_memory_utilization", 0.0, 1.0)
         for name in ("max_model_len", "max_num_batched_tokens", "num_gpu_blocks_override"):
             if getattr(self, name) is not None:
                 self.require_int(name, 2 if name == "num_gpu_blocks_override" else 1)
@@ -276,14 +281,15 @@ class EngineConfig(Options):
 
     def _refuse_what_needs_more(self) -> None:
         """Refuse options that later versions or other devices would honour."""
-        self.require(
-            self.gpu_memory_utilization is None,
-            "gpu_memory_utilization applies to a GPU; set kv_cache_bytes on a CPU.",
-        )
-        self.require(
-            self.cudagraph_mode in (None, "NONE"),
-            f"cudagraph_mode {self.cudagraph_mode!r} needs a CUDA device; leave it out.",
-        )
+        if self.device == "cpu":
+            self.require(
+                self.gpu_memory_utilization is None,
+                "gpu_memory_utilization applies to a GPU; set kv_cache_bytes on a CPU.",
+            )
+            self.require(
+                self.cudagraph_mode in (None, "NONE"),
+                f"cudagraph_mode {self.cudagraph_mode!r} needs a CUDA device; leave it out.",
+            )
         self.require(
             self.disable_hybrid_kv_cache_manager in (None, True),
             "there is one KV-cache group, so no hybrid manager to enable; leave this option out.",
@@ -307,6 +313,10 @@ class EngineConfig(Options):
     def with_connector(self, kv_transfer_config: KVTransferConfig) -> EngineConfig:
         """A copy of a resolved configuration for a connector of a connector."""
         return self._copy({"kv_transfer_config": kv_transfer_config})
+
+    def with_num_blocks(self, num_blocks: int) -> EngineConfig:
+        """A copy of a resolved configuration with a pool of this size."""
+        return self._copy({"num_gpu_blocks_override": num_blocks})
 
     def with_graph_mode(self, mode: str | None) -> EngineConfig:
         """A copy of a resolved configuration with another `cudagraph_mode`."""

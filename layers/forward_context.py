@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from interlace.layers.attention import SequenceChunk
+from interlace.layers.graph_mode import GraphMode
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -106,8 +107,11 @@ class ForwardContext:
         self,
         layers: Mapping[str, AttentionLayer | CacheOnlyAttentionLayer],
         make_metadata: Callable[[], TritonAttentionMetadata] | None,
+        cudagraph_runtime_mode: GraphMode = GraphMode.NONE,
     ) -> None:
         """`make_metadata` is None in a step without tokens."""
+        self.cudagraph_runtime_mode = cudagraph_runtime_mode
+        """How this step runs: NONE, PIECEWISE, or FULL, in which no layer hook is called."""
         self.no_compile_layers = layers
         """Layer name -> layer, in order of depth; the cache-only layer, if there is one, last."""
         self._make_metadata = make_metadata

@@ -38,6 +38,7 @@ from interlace.layers.forward_context import (
     ForwardContext,
     TritonAttentionMetadata,
 )
+from interlace.layers.graph_mode import GraphMode
 from interlace.layers.kv_copy import copy_kv_blocks
 from interlace.layers.kv_memory import CACHE_ONLY_LAYER
 from interlace.layers.kv_pages import KVPages
@@ -116,17 +117,19 @@ class KVHooks:
         self,
         output: SchedulerOutput,
         make_metadata: Callable[[], TritonAttentionMetadata] | None,
+        mode: GraphMode = GraphMode.NONE,
     ) -> None:
         """Bind the step's metadata and let its loads begin.
 
-        `make_metadata` makes the attention metadata; None in a step without tokens.
+        `make_metadata` makes the attention metadata; None in a step without tokens. `mode` is how
+        the step will run: in a FULL graph no layer hook does.
 
         Raises: `ConnectorError`. If only this step's own loads are at stake, an exception makes
         their blocks invalid, and is logged.
         """
         self._failed_blocks = frozenset()
         self._call(self._connector.bind_connector_metadata, output.kv_connector_metadata)
-        self._context = ForwardContext(self._layers, make_metadata)
+        self._context = ForwardContext(self._layers, make_metadata, mode)
         if output.loading_block_ids and not output.async_loading_req_ids:
             self._load(output, self._connector.start_load_kv, self._context)
         else:

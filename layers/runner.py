@@ -16,6 +16,7 @@ from interlace.engine.ports import PendingStep, WorkerConnector
 from interlace.engine.scheduler_output import SchedulerOutput
 from interlace.layers.attention import SequenceChunk
 from interlace.layers.decoder import Decoder
+from interlace.layers.hidden_states import StateRoom
 from interlace.layers.kv_pages import KVPages
 from interlace.layers.request_sampling import sample_requests
 from interlace.layers.runner_state import RunnerRequest, RunnerState
@@ -39,7 +40,7 @@ class ModelRunner:
         self.decoder = decoder
         self.state = RunnerState()
         self._eos_token_ids = frozenset(eos_token_ids)
-        self._hidden_state_layer_ids = tuple(hidden_state_layer_ids)
+        self._states = StateRoom(decoder, hidden_state_layer_ids)
         self._workers = Workers(pages, connectors)
 
     def get_handshake_metadata(self) -> dict[int, KVConnectorHandshakeMetadata]:
@@ -127,24 +128,11 @@ class ModelRunner:
         )
         positions = np.concatenate([np.arange(chunk.start, chunk.end) for chunk in chunks])
         attend = self._workers.pre_forward(output, chunks, self.decoder.architecture.num_heads)
-        kept, states = self._room_for_states(len(token_ids))
+        kept, states = self._states.make(len(token_ids))
         hidden = self.decoder.forward(
             torch.from_numpy(token_ids), torch.from_numpy(positions), attend, rows, states
         )
         if kept is not None:
-            self._workers.write_cache_only(output, kept)
+            self._workers.write_cache_only(output, kept, self._workers.slots)
         self._workers.post_forward()
         return hidden
-
-    def _room_for_states(
-        self, num_tokens: int
-    ) -> tuple[torch.Tensor | None, dict[int, torch.Tensor]]:
-        """Where the chosen layers' states of a step go, [T, layers, hidden], and each layer's part;
-        nothing if none is chosen."""
-        ids = self._hidden_state_layer_ids
-        if not ids:
-            return None, {}
-        decoder = self.decoder
-        shape = (num_tokens, len(ids), decoder.architecture.hidden_size)
-        kept = torch.empty(shape, dtype=decoder.dtype, device=decoder.device)
-        return kept, dict(zip(ids, kept.unbind(1), strict=True))

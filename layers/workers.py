@@ -21,6 +21,7 @@ from interlace.engine.scheduler_output import BlockCopy, SchedulerOutput
 from interlace.layers.attention import PagedAttention, SequenceChunk
 from interlace.layers.decoder import Attend
 from interlace.layers.forward_context import TritonAttentionMetadata
+from interlace.layers.graph_mode import GraphMode
 from interlace.layers.kv_hooks import KVHooks, LayerHooks
 from interlace.layers.kv_pages import KVPages
 
@@ -41,7 +42,8 @@ class Workers:
         )
         self._aggregator = KVOutputAggregator(len(pages))
         self._attends: list[Attend] = []
-        self._slots = torch.empty(0, dtype=torch.int64)  # of the step's tokens
+        self.slots = torch.empty(0, dtype=torch.int64)
+        """Where the tokens of the step go whose `pre_forward` was the last one, int64 [T]."""
 
     @property
     def block_size(self) -> int:
@@ -90,7 +92,7 @@ class Workers:
         first = PagedAttention(self.pages[0], chunks, num_heads // size)
         paged = [first, *(first.on(pages) for pages in self.pages[1:])]
         self._attends = list(paged)
-        self._slots = first.slots
+        self.slots = first.slots
         self.begin_loads(
             output,
             functools.partial(TritonAttentionMetadata.of, chunks, first.slots, self.block_size),
@@ -103,11 +105,14 @@ class Workers:
         return self._attends[0] if size == 1 else self._attend
 
     def begin_loads(
-        self, output: SchedulerOutput, make_metadata: Callable[[], TritonAttentionMetadata]
+        self,
+        output: SchedulerOutput,
+        make_metadata: Callable[[], TritonAttentionMetadata],
+        mode: GraphMode = GraphMode.NONE,
     ) -> None:
         """The part of `pre_forward` for a runner with an attention of its own."""
         for hooks in self._hooks:
-            hooks.pre_forward(output, make_metadata)
+            hooks.pre_forward(output, make_metadata, mode)
 
     def layer_hooks(self, output: SchedulerOutput) -> LayerHooks | None:
         """The layer hooks of the only worker, after `begin_loads`; None if it has none."""
@@ -122,13 +127,15 @@ class Workers:
         attended = zip(self._attends, shares, strict=True)
         return torch.cat([attend(layer, *share) for attend, share in attended], dim=-1)
 
-    def write_cache_only(self, output: SchedulerOutput, values: torch.Tensor) -> None:
-        """Put the step's `values` [T, vectors, vector size] into each worker's cache-only layer.
+    def write_cache_only(
+        self, output: SchedulerOutput, values: torch.Tensor, slots: torch.Tensor
+    ) -> None:
+        """Put `values` [T, vectors, vector size] into `slots` of each worker's cache-only layer.
 
-        With the layer hooks around it. After `pre_forward`. Raises: `ConnectorError`.
+        With the layer hooks around it. Raises: `ConnectorError`.
         """
         for rank, pages in enumerate(self.pages):
-            write = functools.partial(pages.write_cache_only, self._slots, values)
+            write = functools.partial(pages.write_cache_only, slots, values)
             if self._hooks:
                 self._hooks[rank].write_cache_only(output, write)
             else:

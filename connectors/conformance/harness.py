@@ -220,7 +220,7 @@ class Harness:
         output = self._inflight[len(self._executed)]
         self.watch.step, self.watch.step_is_running = output, True
         self.watch.trace.note(f"engine    executes {describe_step(output)}")
-        result: ModelRunnerOutput = self._guarded(lambda: self.parts.runner.execute(output))
+        result: ModelRunnerOutput = self._guarded(lambda: self.parts.runner.launch(output)())
         self.watch.step_is_running = False
         self.detectors.order.end_step(output)
         self.detectors.mutation.end_step(output.step_id)

@@ -17,16 +17,16 @@ from interlace.connectors.conformance.watched_lanes import WatchedLanes
 from interlace.engine.clock import MonotonicClock
 from interlace.engine.events import EventBus
 from interlace.engine.kv_connector import KVConnectorRole
+from interlace.engine.ports import StepRunner
 from interlace.engine.scheduler import Scheduler
 from interlace.layers.checkpoint import LoadedModel
-from interlace.layers.runner import ModelRunner
 
 
 class Parts(NamedTuple):
     """An engine without its loop."""
 
     scheduler: Scheduler
-    runner: ModelRunner
+    runner: StepRunner
     stand_in: KVConnectorBase_V1
     """For the scheduler side: calls of it are watched."""
     scheduler_side: KVConnectorBase_V1
@@ -81,5 +81,5 @@ def open_parts(
         made.connector,
         factory.made_in(KVConnectorRole.SCHEDULER)[0],
         factory.made_in(KVConnectorRole.WORKER),
-        [pages.by_name() for pages in made.runner._workers.pages],
+        [pages.by_name() for pages in made.pages],
     )

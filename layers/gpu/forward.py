@@ -1,11 +1,15 @@
 """The decoder over fused kernels: the same numbers as `Decoder.forward`, up to rounding.
 
-Allocates nothing that a captured graph could not: what it needs comes from the graph's own pool.
+It comes in pieces that are cut at each attention, so that a step can run them one by one, replay
+them as graphs with the layer hooks in between, or replay all of it as one graph. Nothing here
+waits, and whatever is allocated can come from a graph's own pool.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,8 +19,11 @@ from interlace.layers.decoder import Decoder, DecoderLayer
 from interlace.layers.gpu.inputs import StepInputs
 from interlace.layers.gpu.tables import BlockTables
 from interlace.layers.kernels import attention_plan, paged_attention, pointwise, rope_write
+from interlace.layers.kernels.attention_plan import AttentionPlan
 from interlace.layers.kv_hooks import LayerHooks
 from interlace.layers.kv_pages import KVPages
+
+NO_STATES: Mapping[int, Tensor] = {}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -27,126 +34,183 @@ class Bounds:
     max_seq_len: int
 
 
+class Flow(NamedTuple):
+    """What goes into the attention of a layer, of T tokens."""
+
+    x: Tensor
+    """The residual stream, [T, hidden]; changed in place by the pieces that follow."""
+    qkv: Tensor
+    """The layer's projections, [T, (heads + 2 * kv_heads) * head_dim]."""
+
+
+class Attention(NamedTuple):
+    """What the attentions of all layers of one step share."""
+
+    inputs: StepInputs
+    plan: AttentionPlan
+    block_table: Tensor
+    schedule: Tensor
+    workspace: Tensor
+
+
 class FusedDecoder:
     """One decoder over one pool of pages and the block tables of its requests."""
 
     def __init__(self, decoder: Decoder, pages: KVPages, tables: BlockTables, num_sms: int) -> None:
         """`num_sms`: multiprocessors of the device."""
         self._decoder = decoder
+        self._architecture = decoder.architecture
         self._pages = pages
         self._tables = tables
         self._num_sms = num_sms
 
+    @property
+    def num_layers(self) -> int:
+        """Attentions in a step."""
+        return self._architecture.num_layers
+
     def forward(
-        self, inputs: StepInputs, bounds: Bounds, hooks: LayerHooks | None = None
+        self,
+        inputs: StepInputs,
+        bounds: Bounds,
+        rows: Tensor,
+        hooks: LayerHooks | None = None,
+        states: Mapping[int, Tensor] = NO_STATES,
     ) -> Tensor:
-        """Hidden states [B, hidden], before the final norm, of each request's last token.
+        """Raw logits [N, vocabulary], in the model's dtype, of `rows` of the batch, int64 [N].
 
-        `hooks` run around each layer's KV write and attention.
+        `hooks` run around each layer's KV write and attention. `states` is filled as by
+        `Decoder.forward`.
         """
-        decoder = self._decoder
-        step = _Step(self, inputs, bounds)
-        x = functional.embedding(step.token_ids(), decoder.embed)
-        delta: Tensor | None = None
-        for index, layer in enumerate(decoder.layers):
-            normed = _normed(x, delta, layer.attn_norm, decoder.architecture.rms_eps)
-            qkv = functional.linear(normed, layer.qkv, layer.qkv_bias)
+        attention = self.attention(inputs, bounds)
+        flow = self.first(inputs, states)
+        for layer in range(self.num_layers):
             if hooks is not None:
-                hooks.wait(index)
-            attended = step.attend(index, layer, qkv)
+                hooks.wait(layer)
+            attended = self.attend(attention, layer, flow.qkv)
             if hooks is not None:
-                hooks.save(index)
-            if index == len(decoder.layers) - 1:
-                x, attended = x[inputs.last_tokens], attended[inputs.last_tokens]
-            delta = functional.linear(attended, layer.o, layer.o_bias)
-            normed = _normed(x, delta, layer.mlp_norm, decoder.architecture.rms_eps)
-            delta = self._feed_forward(layer, normed)
-        assert delta is not None, "there is a layer"
-        return x.add_(delta)
+                hooks.save(layer)
+            if layer < self.num_layers - 1:
+                flow = self.between(layer, flow.x, attended, states)
+        return self.last(rows, flow.x, attended, states)
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Raw logits [N, vocabulary] in the model's dtype, of hidden states [N, hidden]."""
-        decoder = self._decoder
-        normed = _normed(hidden, None, decoder.norm, decoder.architecture.rms_eps)
-        return functional.linear(normed, decoder.head)
-
-    def _feed_forward(self, layer: DecoderLayer, normed: Tensor) -> Tensor:
-        gate_up = functional.linear(normed, layer.gate_up, layer.gate_up_bias)
-        active = gate_up.new_empty((gate_up.shape[0], gate_up.shape[1] // 2))
-        pointwise.silu_mul(gate_up, out=active)
-        return functional.linear(active, layer.down, layer.down_bias)
-
-
-def _normed(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
-    """Add `delta` to `x` in place, and norm the sum."""
-    out = torch.empty_like(x)
-    if delta is None:
-        return pointwise.rms_norm(x, weight, eps, out=out)
-    return pointwise.add_rms_norm(x, delta, weight, eps, out=out)
-
-
-class _Step:
-    """What all layers of one step share."""
-
-    def __init__(self, owner: FusedDecoder, inputs: StepInputs, bounds: Bounds) -> None:
-        self._owner = owner
-        self._inputs = inputs
-        architecture = owner._decoder.architecture
-        num_tokens, num_requests = len(inputs.token_ids), len(inputs.rows)
-        self._scale = architecture.head_dim**-0.5
-        self._heads = (num_tokens, architecture.num_heads, architecture.head_dim)
-        self._plan = attention_plan.plan_attention(
-            num_tokens=num_tokens,
-            num_requests=num_requests,
+    def attention(self, inputs: StepInputs, bounds: Bounds) -> Attention:
+        """Fix the attentions of a step: their plan depends on sizes and bounds alone."""
+        a = self._architecture
+        plan = attention_plan.plan_attention(
+            num_tokens=len(inputs.token_ids),
+            num_requests=len(inputs.rows),
             max_query_len=bounds.max_query_len,
             max_seq_len=bounds.max_seq_len,
-            num_heads=architecture.num_heads,
-            num_kv_heads=architecture.num_kv_heads,
-            head_dim=architecture.head_dim,
-            dtype=owner._decoder.dtype,
-            num_sms=owner._num_sms,
+            num_heads=a.num_heads,
+            num_kv_heads=a.num_kv_heads,
+            head_dim=a.head_dim,
+            dtype=self._decoder.dtype,
+            num_sms=self._num_sms,
         )
-        tables = owner._tables
-        columns = -(-bounds.max_seq_len // owner._pages.block_size)
-        self._block_table = tables.tables[:, :columns].index_select(0, inputs.rows)
-        self._workspace = torch.empty(
-            self._plan.workspace_numel, dtype=torch.float32, device=inputs.rows.device
+        columns = -(-bounds.max_seq_len // self._pages.block_size)
+        block_table = self._tables.tables[:, :columns].index_select(0, inputs.rows)
+        device = inputs.rows.device
+        schedule = paged_attention.schedule_decode(
+            inputs.seq_lens,
+            inputs.query_start_loc,
+            plan=plan,
+            out=torch.empty(plan.schedule_shape, dtype=torch.int32, device=device),
+        )
+        workspace = torch.empty(plan.workspace_numel, dtype=torch.float32, device=device)
+        return Attention(inputs, plan, block_table, schedule, workspace)
+
+    def first(self, inputs: StepInputs, states: Mapping[int, Tensor] = NO_STATES) -> Flow:
+        """From tokens to the first attention. A token that only the device knows is looked up."""
+        newest = self._tables.newest[inputs.sources.clamp(min=0)]
+        token_ids = torch.where(inputs.sources >= 0, newest, inputs.token_ids)
+        x = functional.embedding(token_ids, self._decoder.embed)
+        return self._into(0, x, None, states)
+
+    def room_for_attended(self, num_tokens: int) -> Tensor:
+        """What an attention of so many tokens can put its result into."""
+        width = self._architecture.num_heads * self._architecture.head_dim
+        return torch.zeros(
+            (num_tokens, width), dtype=self._decoder.dtype, device=self._decoder.device
         )
 
-    def token_ids(self) -> Tensor:
-        """Of the batch: the host's, or the newest of a request where only the device knows it."""
-        newest = self._owner._tables.newest
-        sources = self._inputs.sources
-        sampled = newest[sources.clamp(min=0)]
-        return torch.where(sources >= 0, sampled, self._inputs.token_ids)
-
-    def attend(self, index: int, layer: DecoderLayer, qkv: Tensor) -> Tensor:
-        """Write K and V, and attend: [T, heads * head_dim]."""
-        owner, inputs = self._owner, self._inputs
-        rotary = owner._decoder.rotary
-        pages = owner._pages.layers[index]
-        q = qkv.new_empty(self._heads)
+    def attend(
+        self, attention: Attention, index: int, qkv: Tensor, out: Tensor | None = None
+    ) -> Tensor:
+        """Write K and V into the pages of layer `index`, and attend: [T, heads * head_dim], `out`
+        if it is given."""
+        decoder, inputs = self._decoder, attention.inputs
+        pages = self._pages.layers[index]
+        q = qkv.new_empty(len(qkv), self._architecture.num_heads, self._architecture.head_dim)
         rope_write.rope_and_write(
             qkv,
             inputs.positions,
-            rotary.cos,
-            rotary.sin,
+            decoder.rotary.cos,
+            decoder.rotary.sin,
             inputs.slots,
             pages,
             q_out=q,
-            qk_norm=layer.qk_norm,
-            eps=owner._decoder.architecture.rms_eps,
+            qk_norm=decoder.layers[index].qk_norm,
+            eps=self._architecture.rms_eps,
         )
-        out = torch.empty_like(q)
+        attended = torch.empty_like(q) if out is None else out.view(q.shape)
         paged_attention.paged_attention(
             q,
             pages,
-            self._block_table,
+            attention.block_table,
             inputs.seq_lens,
             inputs.query_start_loc,
-            plan=self._plan,
-            scale=self._scale,
-            out=out,
-            workspace=self._workspace,
+            plan=attention.plan,
+            schedule=attention.schedule,
+            scale=self._architecture.head_dim**-0.5,
+            out=attended,
+            workspace=attention.workspace,
         )
-        return out.view(len(out), -1)
+        return attended.view(len(attended), -1)
+
+    def between(
+        self, index: int, x: Tensor, attended: Tensor, states: Mapping[int, Tensor] = NO_STATES
+    ) -> Flow:
+        """From the attention of layer `index` to that of the next one."""
+        delta = self._rest(self._decoder.layers[index], x, attended)
+        return self._into(index + 1, x, delta, states)
+
+    def last(
+        self, rows: Tensor, x: Tensor, attended: Tensor, states: Mapping[int, Tensor] = NO_STATES
+    ) -> Tensor:
+        """From the last attention to the logits of `rows`."""
+        decoder, all_rows = self._decoder, self.num_layers in states
+        if not all_rows:
+            x, attended = x[rows], attended[rows]
+        delta = self._rest(decoder.layers[-1], x, attended)
+        normed = self._normed(x, delta, decoder.norm)
+        if all_rows:
+            states[self.num_layers].copy_(normed)
+            normed = normed[rows]
+        return functional.linear(normed, decoder.head)
+
+    def _into(
+        self, index: int, x: Tensor, delta: Tensor | None, states: Mapping[int, Tensor]
+    ) -> Flow:
+        """Norm and projections of layer `index`."""
+        layer = self._decoder.layers[index]
+        normed = self._normed(x, delta, layer.attn_norm)
+        if index in states:
+            states[index].copy_(x)
+        return Flow(x, functional.linear(normed, layer.qkv, layer.qkv_bias))
+
+    def _rest(self, layer: DecoderLayer, x: Tensor, attended: Tensor) -> Tensor:
+        """Output projection and feed-forward; what they add last is returned and not yet added."""
+        delta = functional.linear(attended, layer.o, layer.o_bias)
+        normed = self._normed(x, delta, layer.mlp_norm)
+        gate_up = functional.linear(normed, layer.gate_up, layer.gate_up_bias)
+        active = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
+        pointwise.silu_mul(gate_up, out=active)
+        return functional.linear(active, layer.down, layer.down_bias)
+
+    def _normed(self, x: Tensor, delta: Tensor | None, weight: Tensor) -> Tensor:
+        """Add `delta` to `x` in place, and norm the sum."""
+        eps, out = self._architecture.rms_eps, torch.empty_like(x)
+        if delta is None:
+            return pointwise.rms_norm(x, weight, eps, out=out)
+        return pointwise.add_rms_norm(x, delta, weight, eps, out=out)

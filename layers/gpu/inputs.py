@@ -127,6 +127,19 @@ class InputBuffer:
         self._device[:num_bytes].copy_(host, non_blocking=True)
         return self.views(size)
 
+    def pad(self, size: StepSize, nobody: int) -> StepInputs:
+        """Fill the inputs of a step of this size with padding alone, to capture it."""
+        inputs = self.views(size)
+        for numbers in (inputs.token_ids, inputs.positions, inputs.last_tokens):
+            numbers.zero_()
+        inputs.sources.fill_(NO_SLOT)
+        inputs.slots.fill_(NO_SLOT)
+        inputs.rows.fill_(nobody)
+        inputs.seq_lens.zero_()
+        inputs.query_start_loc.fill_(size.num_tokens)
+        inputs.query_start_loc[0] = 0
+        return inputs
+
     def views(self, size: StepSize) -> StepInputs:
         """Where a step of this size finds its inputs."""
         return StepInputs.on(self._device, size)

@@ -15,7 +15,7 @@ import torch
 
 from interlace.engine.kv_connector import KVConnectorHandshakeMetadata
 from interlace.engine.outputs import ModelRunnerOutput
-from interlace.engine.ports import PendingStep, WorkerConnector
+from interlace.engine.ports import PendingStep, Progress, WorkerConnector
 from interlace.engine.scheduler_output import SchedulerOutput
 from interlace.layers.attention import SequenceChunk
 from interlace.layers.batch_sampler import Draw, fits, sample_batch
@@ -23,9 +23,12 @@ from interlace.layers.decoder import Decoder
 from interlace.layers.device_copies import to_device
 from interlace.layers.forward_context import TritonAttentionMetadata
 from interlace.layers.gpu.forward import Bounds, FusedDecoder
+from interlace.layers.gpu.graphs import Captured, GraphPool
 from interlace.layers.gpu.inputs import BatchItem, InputBuffer, StepInputs, StepSize
 from interlace.layers.gpu.sampling import PendingTokens
 from interlace.layers.gpu.tables import BlockTables
+from interlace.layers.graph_mode import GraphMode
+from interlace.layers.hidden_states import StateRoom
 from interlace.layers.kv_pages import KVPages
 from interlace.layers.request_sampling import sample_requests
 from interlace.layers.runner_state import RunnerRequest, RunnerState
@@ -45,21 +48,30 @@ class GpuRunner:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         num_sms: int,
+        hidden_state_layer_ids: Sequence[int] = (),
     ) -> None:
         """Registers the pages with the connector, if there is one. Raises: `ConnectorError`.
 
-        `num_sms`: multiprocessors of the device.
+        `num_sms`: multiprocessors of the device. `hidden_state_layer_ids`: as for `ModelRunner`;
+        then no graph may be captured.
         """
         self.state = RunnerState()
         self._decoder = decoder
         self._eos_token_ids = frozenset(eos_token_ids)
+        self._states = StateRoom(decoder, hidden_state_layer_ids)
         self._workers = Workers([pages], connectors)
         self._block_size = pages.block_size
         columns = -(-decoder.max_model_len // pages.block_size)
         self._tables = BlockTables(max_num_seqs, columns, decoder.device)
         self._forward = FusedDecoder(decoder, pages, self._tables, num_sms)
-        largest = StepSize(max_num_batched_tokens, max_num_seqs)
-        self._inputs = InputBuffer(largest, decoder.device)
+        self._largest = StepSize(max_num_batched_tokens, max_num_seqs)
+        self._inputs = InputBuffer(self._largest, decoder.device)
+        self._graphs = GraphPool(
+            self._forward,
+            self._inputs,
+            nobody=self._tables.nobody,
+            max_seq_len=decoder.max_model_len,
+        )
         self._pending: deque[_Once] = deque()  # launched, and maybe not waited for
 
     def get_handshake_metadata(self) -> dict[int, KVConnectorHandshakeMetadata]:
@@ -69,6 +81,26 @@ class GpuRunner:
     def set_finished_count(self, count: int | None) -> None:
         """See `StepRunner`."""
         self._workers.set_finished_count(count)
+
+    def capture(
+        self,
+        mode: GraphMode,
+        decode_sizes: Sequence[int],
+        mixed_sizes: Sequence[int],
+        progress: Progress,
+    ) -> None:
+        """Capture graphs, once, before the first step: see `GraphPool`. Raises: `ConfigError`."""
+        with torch.inference_mode():
+            self._graphs.capture(mode, decode_sizes, mixed_sizes, progress)
+
+    @torch.inference_mode()
+    def run_padding(self) -> None:
+        """Run the largest step there can be, with nothing in it: what it takes can be measured."""
+        inputs = self._inputs.pad(self._largest, self._tables.nobody)
+        bounds = Bounds(self._largest.num_tokens, self._decoder.max_model_len)
+        logits = self._forward.forward(inputs, bounds, inputs.last_tokens)
+        sample_batch(logits, [])
+        torch.cuda.synchronize()
 
     @property
     def works_ahead(self) -> bool:
@@ -113,28 +145,55 @@ class GpuRunner:
             )
             for request in requests
         ]
+        counts = [chunk.end - chunk.start for chunk in chunks]
+        bounds = Bounds(max(counts), max(chunk.end for chunk in chunks))
+        size = StepSize(sum(counts), len(chunks))
+        captured = self._graphs.find(size, is_decode=bounds.max_query_len == 1)
         self._tables.upload(requests)
-        inputs = self._upload(requests, chunks)
+        inputs = self._upload(requests, chunks, size if captured is None else captured.size)
         self._workers.begin_loads(
-            output, functools.partial(_metadata, inputs, chunks, self._tables, self._block_size)
+            output,
+            functools.partial(_metadata, inputs, size, bounds, self._tables, self._block_size),
+            GraphMode.NONE if captured is None else captured.runtime_mode,
         )
-        bounds = Bounds(
-            max(chunk.end - chunk.start for chunk in chunks), max(chunk.end for chunk in chunks)
-        )
-        hidden = self._forward.forward(inputs, bounds, self._workers.layer_hooks(output))
+        places = [i for i, r in enumerate(requests) if r.req_id in output.sampling_req_ids]
+        logits = self._run(output, captured, inputs, bounds, places)
         self._workers.post_forward()
-        sampling = [
-            place
-            for place, request in enumerate(requests)
-            if request.req_id in output.sampling_req_ids
-        ]
-        if len(sampling) < len(requests):
-            hidden = hidden[to_device(sampling, torch.int64, hidden.device)]
-        logits = self._forward.logits(hidden)
-        return logits, [(requests[place], chunks[place].end) for place in sampling]
+        return logits, [(requests[place], chunks[place].end) for place in places]
+
+    def _run(
+        self,
+        output: SchedulerOutput,
+        captured: Captured | None,
+        inputs: StepInputs,
+        bounds: Bounds,
+        places: Sequence[int],
+    ) -> torch.Tensor:
+        """Logits of the requests at `places` of the batch."""
+        if captured is not None and captured.runtime_mode is GraphMode.FULL:
+            logits = captured.replay(inputs, bounds, None)
+            return self._at(logits, places)
+        hooks = self._workers.layer_hooks(output)
+        if captured is not None:
+            return self._at(captured.replay(inputs, bounds, hooks), places)
+        rows = self._at(inputs.last_tokens, places)
+        kept, states = self._states.make(len(inputs.token_ids))
+        logits = self._forward.forward(inputs, bounds, rows, hooks, states)
+        if kept is not None:
+            self._workers.write_cache_only(output, kept, inputs.slots)
+        return logits
+
+    def _at(self, values: torch.Tensor, places: Sequence[int]) -> torch.Tensor:
+        """The rows of `values` at these places."""
+        if list(places) == list(range(len(places))):
+            return values[: len(places)]
+        return values[to_device(places, torch.int64, values.device)]
 
     def _upload(
-        self, requests: Sequence[RunnerRequest], chunks: Sequence[SequenceChunk]
+        self,
+        requests: Sequence[RunnerRequest],
+        chunks: Sequence[SequenceChunk],
+        padded: StepSize,
     ) -> StepInputs:
         items = [
             BatchItem(
@@ -144,8 +203,7 @@ class GpuRunner:
             )
             for request, chunk in zip(requests, chunks, strict=True)
         ]
-        size = StepSize(sum(chunk.end - chunk.start for chunk in chunks), len(chunks))
-        return self._inputs.upload(items, size, self._block_size, self._tables.nobody)
+        return self._inputs.upload(items, padded, self._block_size, self._tables.nobody)
 
     def _sample(
         self, logits: torch.Tensor, sampling: Sequence[tuple[RunnerRequest, int]]
@@ -200,17 +258,16 @@ class _Once:
 
 
 def _metadata(
-    inputs: StepInputs, chunks: Sequence[SequenceChunk], tables: BlockTables, block_size: int
+    inputs: StepInputs, size: StepSize, bounds: Bounds, tables: BlockTables, block_size: int
 ) -> TritonAttentionMetadata:
     """The step's attention metadata, on the device, without padding."""
-    num_tokens, num_requests = sum(c.end - c.start for c in chunks), len(chunks)
-    longest = max(chunk.end for chunk in chunks)
-    columns = -(-longest // block_size)
+    num_tokens, num_requests = size
+    columns = -(-bounds.max_seq_len // block_size)
     return TritonAttentionMetadata(
         num_actual_tokens=num_tokens,
-        max_query_len=max(chunk.end - chunk.start for chunk in chunks),
+        max_query_len=bounds.max_query_len,
         query_start_loc=inputs.query_start_loc[: num_requests + 1],
-        max_seq_len=longest,
+        max_seq_len=bounds.max_seq_len,
         seq_lens=inputs.seq_lens[:num_requests],
         block_table=tables.tables[:, :columns].index_select(0, inputs.rows[:num_requests]),
         slot_mapping=inputs.slots[:num_tokens],

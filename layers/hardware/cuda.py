@@ -48,6 +48,16 @@ def torch_facts() -> Torch:
     )
 
 
+def works() -> bool:
+    """Whether torch can use a CUDA device: tried, since a driver may be there and broken."""
+    torch = _torch()
+    try:
+        torch.zeros(1, device="cuda")
+    except (RuntimeError, AssertionError):
+        return False
+    return True
+
+
 def _torch() -> Any:
     """As `Any`: most of what is used here carries no types."""
     import torch

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import importlib
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
@@ -17,7 +18,7 @@ from interlace.engine import async_engine
 from interlace.engine.config import EngineConfig, ModelConfig
 from interlace.engine.device_thread import DeviceThread, finish_despite_cancel
 from interlace.engine.errors import ConfigError
-from interlace.engine.ports import Clock, Lanes, Progress
+from interlace.engine.ports import Clock, Lanes, Progress, StepRunner
 
 if TYPE_CHECKING:
     from interlace.connectors.base import KVConnectorBase_V1
@@ -25,13 +26,24 @@ if TYPE_CHECKING:
     from interlace.engine.kv_connector import KVConnectorRole
     from interlace.layers.attention_backend import KVCacheLayout
     from interlace.layers.checkpoint import LoadedModel
+    from interlace.layers.gpu.setup import GpuLimits
     from interlace.layers.kv_memory import PageShape
     from interlace.layers.kv_pages import KVPages
-    from interlace.layers.runner import ModelRunner
 
 DEFAULT_KV_CACHE_BYTES = 1 << 30
-DEFAULT_MAX_BATCHED_TOKENS = 2048
-DEFAULT_INFLIGHT_STEPS = 1
+DEFAULT_GPU_MEMORY_UTILIZATION = 0.9
+
+
+class _Defaults(NamedTuple):
+    """What options are that were left out."""
+
+    max_num_batched_tokens: int
+    max_inflight_steps: int
+    cudagraph_mode: str | None
+
+
+_ON_CPU = _Defaults(2048, 1, None)
+_ON_GPU = _Defaults(8192, 2, "FULL_AND_PIECEWISE")
 
 
 class AsyncEngine(async_engine.AsyncEngine):
@@ -161,10 +173,23 @@ def _load(
         tokenizer=config.tokenizer,
         skip_tokenizer=config.skip_tokenizer_init,
         dtype=config.dtype,
+        device=_pick_device(config),
         max_model_len=config.max_model_len,
         seed=config.seed,
         progress=progress,
     )
+
+
+def _pick_device(config: EngineConfig) -> str:
+    """ "cpu" or "cuda"; what only a GPU honours is refused where there is none."""
+    from interlace.layers.hardware.cuda import works
+
+    if config.device != "auto":
+        return config.device
+    if works():
+        return "cuda"
+    dataclasses.replace(config, device="cpu")  # checks what a CPU does not honour
+    return "cpu"
 
 
 def _page_shape(config: EngineConfig, loaded: LoadedModel) -> PageShape:
@@ -201,31 +226,77 @@ def resolve(
 ) -> EngineConfig:
     """Fill in what the model and the machine decide.
 
-    Raises: `ConfigError` for a pool that cannot hold one block.
+    On a GPU without a given number of blocks the largest step runs once, to see what is left for
+    KV. Raises: `ConfigError` for what the device cannot do, and a pool that cannot hold one block.
     """
-    num_blocks = config.num_gpu_blocks_override
-    if num_blocks is None:
-        block_bytes = config.tensor_parallel_size * _page_shape(config, loaded).block_bytes
-        if config.kv_cache_bytes is None:
-            one_request = -(-loaded.max_model_len // config.block_size)
-            num_blocks = 1 + max(DEFAULT_KV_CACHE_BYTES // block_bytes, one_request)
-        else:
-            num_blocks = 1 + config.kv_cache_bytes // block_bytes
-            if num_blocks < 2:
-                raise ConfigError(
-                    f"kv_cache_bytes={config.kv_cache_bytes} holds no block; one takes "
-                    f"{block_bytes} bytes with this model and block_size={config.block_size}."
-                )
-    return config.resolved(
+    device = loaded.decoder.device.type
+    defaults = _ON_GPU if device == "cuda" else _ON_CPU
+    resolved = config.resolved(
         model_config,
         lanes=lanes,
         dtype=str(loaded.decoder.dtype).removeprefix("torch."),
-        device=loaded.decoder.device.type,
+        device=device,
         max_model_len=loaded.max_model_len,
-        max_num_batched_tokens=config.max_num_batched_tokens or DEFAULT_MAX_BATCHED_TOKENS,
-        num_gpu_blocks_override=num_blocks,
-        max_inflight_steps=config.max_inflight_steps or DEFAULT_INFLIGHT_STEPS,
+        max_num_batched_tokens=config.max_num_batched_tokens or defaults.max_num_batched_tokens,
+        max_inflight_steps=config.max_inflight_steps or defaults.max_inflight_steps,
+        cudagraph_mode=config.cudagraph_mode or defaults.cudagraph_mode,
     )
+    if device == "cuda":
+        _check_gpu(resolved, loaded)
+    if resolved.num_gpu_blocks_override is not None:
+        return resolved
+    return resolved.with_num_blocks(_num_blocks(resolved, loaded))
+
+
+def _num_blocks(config: EngineConfig, loaded: LoadedModel) -> int:
+    """Blocks of the pool, the null block included, if the user said nothing.
+
+    Raises: `ConfigError`.
+    """
+    shape = _page_shape(config, loaded)
+    block_bytes = config.tensor_parallel_size * shape.block_bytes
+    if config.kv_cache_bytes is not None:
+        num_blocks = 1 + config.kv_cache_bytes // block_bytes
+        if num_blocks < 2:
+            raise ConfigError(
+                f"kv_cache_bytes={config.kv_cache_bytes} holds no block; one takes "
+                f"{block_bytes} bytes with this model and block_size={config.block_size}."
+            )
+        return num_blocks
+    if config.device == "cuda":
+        from interlace.layers.gpu.setup import measure_num_blocks
+
+        utilization = config.gpu_memory_utilization or DEFAULT_GPU_MEMORY_UTILIZATION
+        return measure_num_blocks(
+            loaded.decoder, shape, _gpu_limits(config), utilization=utilization
+        )
+    one_request = -(-loaded.max_model_len // config.block_size)
+    return 1 + max(DEFAULT_KV_CACHE_BYTES // block_bytes, one_request)
+
+
+def _check_gpu(config: EngineConfig, loaded: LoadedModel) -> None:
+    """Raises: `ConfigError` for what the GPU, or this engine on a GPU, cannot do."""
+    from interlace.layers.gpu.setup import check_gpu
+
+    check_gpu(loaded.decoder.device, loaded.architecture.head_dim)
+    if config.tensor_parallel_size > 1:
+        raise ConfigError(
+            "tensor_parallel_size splits the KV heads on a CPU only: use device='cpu', or leave"
+            " it out."
+        )
+    if config.dtype == "float64":
+        raise ConfigError("a GPU's kernels do not compute in float64: use dtype='float32'.")
+
+
+def _gpu_limits(config: EngineConfig) -> GpuLimits:
+    from interlace.layers.gpu.setup import GpuLimits
+    from interlace.layers.graph_mode import GraphMode
+
+    scheduler = config.scheduler_config
+    mode = GraphMode[config.cudagraph_mode or "NONE"]
+    if config.hidden_state_layer_ids:  # the states of a replayed step would be lost
+        mode = GraphMode.NONE
+    return GpuLimits(scheduler.max_num_seqs, scheduler.max_num_batched_tokens, mode)
 
 
 async def _parts_or_nothing(
@@ -245,7 +316,9 @@ class Parts(NamedTuple):
 
     config: EngineConfig
     model_config: ModelConfig
-    runner: ModelRunner
+    pages: Sequence[KVPages]
+    """Of each worker."""
+    runner: StepRunner
     connector: KVConnectorBase_V1 | None
     """The scheduler side; the runner has the worker sides."""
 
@@ -268,8 +341,6 @@ def make_parts(
     `lanes` is where the connector gets its lanes; without it, threads.
     Raises: `ConfigError`, `ConnectorError`; nothing is left open then.
     """
-    from interlace.layers.runner import ModelRunner
-
     wants_connector = _wants_connector(config)
     model_config = ModelConfig(
         model=loaded.name,
@@ -284,10 +355,8 @@ def make_parts(
     shape = _page_shape(resolved, loaded)
     if not wants_connector:
         pages = [_make_pages(resolved, shape, loaded) for _ in range(config.tensor_parallel_size)]
-        runner = ModelRunner(
-            loaded.decoder, pages, loaded.eos_token_ids, (), config.hidden_state_layer_ids
-        )
-        return Parts(resolved, model_config, runner, None)
+        runner = _make_runner(resolved, loaded, pages, [], progress)
+        return Parts(resolved, model_config, pages, runner, None)
     # Importing reads files: here and not on the event loop, where the engine will want it.
     importlib.import_module("interlace.engine.connector_metrics")
     with contextlib.ExitStack() as undo:
@@ -297,12 +366,40 @@ def make_parts(
         pages = [
             _make_pages(sides.config, shape, loaded, sides.layout, cross_layers) for _ in workers
         ]
-        runner = ModelRunner(
-            loaded.decoder, pages, loaded.eos_token_ids, workers, config.hidden_state_layer_ids
-        )
+        runner = _make_runner(sides.config, loaded, pages, workers, progress)
         scheduler_side = sides.make_scheduler_side()
         undo.pop_all()
-    return Parts(sides.config, model_config, runner, scheduler_side)
+    return Parts(sides.config, model_config, pages, runner, scheduler_side)
+
+
+def _make_runner(
+    config: EngineConfig,
+    loaded: LoadedModel,
+    pages: Sequence[KVPages],
+    workers: Sequence[KVConnectorBase_V1],
+    progress: Progress,
+) -> StepRunner:
+    """Registers the pages with the workers' connectors. Raises: `ConfigError`, `ConnectorError`."""
+    if config.device == "cuda":
+        from interlace.layers.gpu.setup import open_runner
+
+        (only,) = pages
+        limits = _gpu_limits(config)
+        runner = open_runner(
+            loaded.decoder,
+            only,
+            loaded.eos_token_ids,
+            workers,
+            limits,
+            config.hidden_state_layer_ids,
+        )
+        runner.capture(limits.mode, limits.decode_sizes, limits.mixed_sizes, progress)
+        return runner
+    from interlace.layers.runner import ModelRunner
+
+    return ModelRunner(
+        loaded.decoder, pages, loaded.eos_token_ids, workers, config.hidden_state_layer_ids
+    )
 
 
 class _ConnectorSides:

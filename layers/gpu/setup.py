@@ -1,0 +1,132 @@
+"""Opens the GPU's runner: which graphs it captures, and how much memory is left for KV.
+
+Device thread.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+
+from interlace.engine.errors import ConfigError
+from interlace.engine.ports import WorkerConnector
+from interlace.layers.checkpoint.loading import Silent
+from interlace.layers.decoder import Decoder
+from interlace.layers.gpu.runner import GpuRunner
+from interlace.layers.graph_mode import GraphMode
+from interlace.layers.kv_memory import PageShape
+from interlace.layers.kv_pages import KVPages
+
+_DECODE_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
+_MIXED_SIZES = (32, 64, 128, 256, 512)
+_SLACK_BYTES = 256 << 20
+"""For what cannot be measured beforehand: small graphs, copies of a connector, fragmentation."""
+LEAST_CAPABILITY = (8, 0)
+"""bfloat16 and asynchronous copies into shared memory."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class GpuLimits:
+    """What a runner on a GPU is made for."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    mode: GraphMode
+
+    @property
+    def decode_sizes(self) -> list[int]:
+        """Steps of decodes that are captured; the last holds all requests that may run."""
+        smaller = [size for size in _DECODE_SIZES if size < self.max_num_seqs]
+        return [*smaller, self.max_num_seqs] if self.max_num_seqs <= _DECODE_SIZES[-1] else smaller
+
+    @property
+    def mixed_sizes(self) -> list[int]:
+        """Other steps that are captured."""
+        return [size for size in _MIXED_SIZES if size <= self.max_num_batched_tokens]
+
+
+def check_gpu(device: torch.device, head_dim: int) -> None:
+    """Raises: `ConfigError` for a GPU that is too old, or heads that no kernel takes."""
+    name, capability = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
+    if capability < LEAST_CAPABILITY:
+        raise ConfigError(
+            f"{name} has compute capability {capability[0]}.{capability[1]}, and at least"
+            f" {LEAST_CAPABILITY[0]}.{LEAST_CAPABILITY[1]} is needed: use device='cpu'."
+        )
+    if head_dim % 8 or head_dim > 256:
+        raise ConfigError(
+            f"heads of {head_dim} numbers are not supported on a GPU, only multiples of 8 up to"
+            " 256: use device='cpu'."
+        )
+
+
+def open_runner(
+    decoder: Decoder,
+    pages: KVPages,
+    eos_token_ids: Sequence[int],
+    connectors: Sequence[WorkerConnector],
+    limits: GpuLimits,
+    hidden_state_layer_ids: Sequence[int] = (),
+) -> GpuRunner:
+    """A runner over `pages`, without graphs yet. Raises: `ConnectorError`."""
+    return GpuRunner(
+        decoder,
+        pages,
+        eos_token_ids,
+        connectors,
+        max_num_seqs=limits.max_num_seqs,
+        max_num_batched_tokens=limits.max_num_batched_tokens,
+        hidden_state_layer_ids=hidden_state_layer_ids,
+        num_sms=torch.cuda.get_device_properties(decoder.device).multi_processor_count,
+    )
+
+
+def measure_num_blocks(
+    decoder: Decoder, shape: PageShape, limits: GpuLimits, *, utilization: float
+) -> int:
+    """Blocks that fit beside the weights, the largest step and its graphs, the null block included.
+
+    Runs and captures the largest steps once, over a pool of two blocks. Raises: `ConfigError` if
+    not even one request of the model's length fits.
+    """
+    device = decoder.device
+    free_bytes, total_bytes = torch.cuda.mem_get_info(device)
+    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    used_bytes = total_bytes - free_bytes - cached
+    step_bytes = _measure_step(decoder, shape, limits)
+    left = utilization * total_bytes - used_bytes - step_bytes - _SLACK_BYTES
+    num_blocks = int(left // shape.block_bytes)
+    least = 1 + -(-decoder.max_model_len // shape.block_size)
+    if num_blocks < least:
+        raise ConfigError(
+            f"{max(left, 0) / 2**30:.2f} GiB are left for KV, and one request of"
+            f" {decoder.max_model_len} tokens takes {least * shape.block_bytes / 2**30:.2f} GiB:"
+            " raise gpu_memory_utilization, or lower max_model_len or max_num_batched_tokens."
+        )
+    return num_blocks
+
+
+def _measure_step(decoder: Decoder, shape: PageShape, limits: GpuLimits) -> int:
+    """Bytes that the largest step and the largest graphs take at their peak."""
+    device = decoder.device
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    reserved = torch.cuda.memory_reserved(device)
+    runner = open_runner(decoder, KVPages.of(shape, num_blocks=2, device=device), (), [], limits)
+    try:
+        runner.run_padding()
+        peak = torch.cuda.max_memory_allocated(device) - before
+        runner.capture(limits.mode, limits.decode_sizes[-1:], limits.mixed_sizes[-1:], Silent())
+        graphs = torch.cuda.memory_reserved(device) - reserved - peak
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(
+            f"a step of {limits.max_num_batched_tokens} tokens does not fit beside the weights:"
+            " lower max_num_batched_tokens or max_num_seqs, or end what else uses the GPU."
+        ) from error
+    finally:
+        runner.close()
+    torch.cuda.empty_cache()
+    return peak + max(graphs, 0)
