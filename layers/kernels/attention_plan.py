@@ -10,10 +10,9 @@ from interlace.layers.kernels.toolchain import next_power_of_2
 
 HEAD_SIZES = (64, 80, 96, 128, 256)
 """Head sizes that the kernels are tested with; others up to 256 in steps of 8 work as well."""
-MAX_SLOTS = 64
+MAX_SHARES = 64
 MAX_SPLITS = 16
-PROGRAMS_PER_SM = 2
-"""Decode programs that a multiprocessor holds at a time."""
+MANY_REQUESTS = 24
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -44,8 +43,10 @@ class AttentionPlan:
     num_kv_heads: int
     head_dim: int
     decode: Tiles
-    decode_slots: int
-    """Programs among which the keys of all are dealt out, for each KV head; a power of two."""
+    decode_items: int
+    """Shares into which the keys of all requests are dealt, at most: programs for each KV head."""
+    max_shares: int
+    """Shares of one request at most, a power of two; 1: no request's keys are shared."""
     chunk: Tiles
     chunk_splits: int
     """Programs that share the keys of a tile of query tokens. 0: no request has more than one new
@@ -59,7 +60,7 @@ class AttentionPlan:
     @property
     def least_share(self) -> int:
         """Keys that a program takes at least before another one helps it, in the first pass."""
-        return 4 * self.decode.keys
+        return 128
 
     @property
     def chunk_tokens(self) -> int:
@@ -67,14 +68,9 @@ class AttentionPlan:
         return self.chunk.rows // self.group
 
     @property
-    def num_decode_items(self) -> int:
-        """Shares of keys in the first pass at most, for each KV head."""
-        return self.num_requests + (self.decode_slots if self.decode_slots > 1 else 0)
-
-    @property
     def schedule_shape(self) -> tuple[int, int]:
         """Of the int32 tensor that `schedule_decode` fills and `paged_attention` takes."""
-        return self.num_decode_items + self.num_requests, 8
+        return self.decode_items + self.num_requests, 8
 
     @property
     def num_chunk_tiles(self) -> int:
@@ -84,7 +80,7 @@ class AttentionPlan:
     @property
     def workspace_numel(self) -> int:
         """Float32 numbers that a call needs for partial answers and a schedule."""
-        decode = self.num_decode_items if self.decode_slots > 1 else 0
+        decode = self.decode_items if self.max_shares > 1 else 0
         chunk = self.num_tokens * self.chunk_splits if self.chunk_splits > 1 else 0
         rows, width = self.schedule_shape
         return max(decode, chunk) * self.num_heads * (self.head_dim + 1) + rows * width
@@ -117,25 +113,34 @@ def plan_attention(
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        decode=decode_tiles(head_dim, group, dtype),
-        decode_slots=1,
+        decode=decode_tiles(head_dim, group, num_requests, dtype),
+        decode_items=num_requests,
+        max_shares=1,
         chunk=chunk_tiles(head_dim, group, max_query_len, dtype),
         chunk_splits=0,
     )
+    items, max_shares = _decode_shares(plan, max_seq_len, num_sms)
     return dataclasses.replace(
         plan,
-        decode_slots=_slots(plan, max_seq_len, num_sms),
+        decode_items=items,
+        max_shares=max_shares,
         chunk_splits=_splits(plan, max_seq_len, num_sms) if max_query_len > 1 else 0,
     )
 
 
-def decode_tiles(head_dim: int, group: int, dtype: torch.dtype) -> Tiles:
-    """For one query token: the group's rows, and as many keys as keep the memory busy."""
+def decode_tiles(head_dim: int, group: int, num_requests: int, dtype: torch.dtype) -> Tiles:
+    """For one query token: the group's rows, and as many keys as keep the memory busy.
+
+    With few requests it is latency that counts, and larger steps are fewer; with many, smaller
+    programs with more loads under way read faster.
+    """
     rows = max(16, next_power_of_2(group))
     if dtype == torch.float32:
         return Tiles(rows, 16 if head_dim > 64 else 32, num_warps=4, num_stages=2)
     if head_dim > 128:
         return Tiles(rows, 32, num_warps=4, num_stages=5)
+    if num_requests < MANY_REQUESTS:
+        return Tiles(rows, 128, num_warps=4, num_stages=3)
     return Tiles(rows, 64, num_warps=2, num_stages=5)
 
 
@@ -153,12 +158,19 @@ def chunk_tiles(head_dim: int, group: int, max_query_len: int, dtype: torch.dtyp
     return Tiles(rows, 64, warps, num_stages=5)
 
 
-def _slots(plan: AttentionPlan, max_seq_len: int, num_sms: int) -> int:
-    """Enough to occupy the device, if there can be anything to share."""
+def _decode_shares(plan: AttentionPlan, max_seq_len: int, num_sms: int) -> tuple[int, int]:
+    """Shares of all requests and of one, at most.
+
+    For few requests two programs a multiprocessor, all at work; for many, one each and half of that
+    again for long ones. A multiprocessor holds three: in a larger grid programs without work would
+    be dealt out with the others, who would then crowd together (72 us in place of 84, seen with 32
+    requests).
+    """
     if max_seq_len <= plan.least_share:
-        return 1
-    wanted = max(1, PROGRAMS_PER_SM * num_sms // plan.num_kv_heads)
-    return min(MAX_SLOTS, next_power_of_2(wanted + 1) // 2)
+        return plan.num_requests, 1
+    each = max(1, num_sms // plan.num_kv_heads)
+    most = next_power_of_2(2 * each + 1) // 2
+    return max(2 * each, plan.num_requests + each), max(2, min(MAX_SHARES, most))
 
 
 def _splits(plan: AttentionPlan, max_seq_len: int, num_sms: int) -> int:

@@ -20,6 +20,12 @@ def pick(values: Tile, which: Tile) -> Scalar:
     return tl.sum(tl.where(which, values, 0), 0)
 
 
+@jit()
+def shares_of(span: Tile, mine: Tile, share: Scalar) -> Tile:
+    """Into how many shares of at most that many keys each request's are cut."""
+    return tl.where(mine, tl.maximum(tl.cdiv(span, share), 1), 0)
+
+
 @jit("num_requests", "num_items", "window")
 def schedule_kernel(
     seq_lens: Pointer,
@@ -28,16 +34,15 @@ def schedule_kernel(
     num_requests: Scalar,
     num_items: Scalar,
     window: Scalar,
-    slots: constexpr,
+    max_shares: constexpr,
     least: constexpr,
     keys: constexpr,
     padded_requests: constexpr,
 ) -> None:
     """One row of the schedule. Grid: (items + requests,).
 
-    A share is what each of `slots` programs would get, or more where requests are many (they fill
-    the device anyway), and at least `least`. Requests without exactly one new token get none;
-    padding gets one. The sum of all is at most `slots` and one for each request.
+    A share is as small as the number of items allows, but at least `least`, and no request has more
+    than `max_shares`. Requests without exactly one new token get none; padding gets one.
     """
     row = tl.program_id(0)
     index = tl.arange(0, padded_requests)
@@ -48,9 +53,16 @@ def schedule_kernel(
     begin = tl.where(window > 0, tl.maximum(length - window, 0), 0)
     mine = known & (stop - start == 1)
     span = tl.where(mine, length - begin // keys * keys, 0)
-    mean = tl.cdiv(tl.sum(span, 0), slots)
-    share = tl.maximum(mean + mean // (4 * slots) * num_requests, least)
-    shares = tl.where(mine, tl.maximum(tl.cdiv(span, share), 1), 0)
+    longest = tl.max(span, 0)
+    low_share = tl.maximum(tl.cdiv(longest, max_shares), least)
+    high_share = tl.maximum(longest, low_share)  # one share for each request: they all fit
+    while low_share < high_share:
+        middle = (low_share + high_share) // 2
+        if tl.sum(shares_of(span, mine, middle), 0) <= num_items:
+            high_share = middle
+        else:
+            low_share = middle + 1
+    shares = shares_of(span, mine, high_share)
     after = tl.cumsum(shares, 0)
     at = schedule + row * 8
     if row < num_items:
@@ -157,7 +169,7 @@ def join_decode_kernel(
     out_head_stride: Scalar,
     head_dim: constexpr,
     padded_dim: constexpr,
-    slots: constexpr,
+    max_shares: constexpr,
 ) -> None:
     """Join the shares of one request and head, if it has several. Grid: (heads, requests)."""
     head = tl.program_id(0)
@@ -167,7 +179,7 @@ def join_decode_kernel(
     shares = tl.load(at + 2)
     if shares <= 1:
         return
-    share = tl.arange(0, slots)
+    share = tl.arange(0, max_shares)
     dim = tl.arange(0, padded_dim)
     place = (first + share) * tl.num_programs(0) + head
     answer = joined(partial, weight, place, share < shares, dim, head_dim)

@@ -111,7 +111,8 @@ def prefers_matvec(n: int, k: int, rows: int, dtype: torch.dtype) -> bool:
     """
     if dtype == torch.float32:
         return rows <= 4
-    return rows <= 2 or (rows <= 4 and k >= 2048 and n * k <= 4_000_000)
+    small = n * k <= 4_000_000
+    return rows == 1 or (rows == 2 and (k >= 1024 or small)) or (rows <= 4 and n <= 2048 and small)
 
 
 def matvec(

@@ -38,8 +38,8 @@ def schedule_decode(
     assert out.shape == plan.schedule_shape
     assert out.is_contiguous(), "rows of the schedule lie together"
     schedule_kernel[(out.shape[0],)](
-        seq_lens, query_start_loc, out, plan.num_requests, plan.num_decode_items, window,
-        slots=plan.decode_slots, least=plan.least_share, keys=plan.decode.keys,
+        seq_lens, query_start_loc, out, plan.num_requests, plan.decode_items, window,
+        max_shares=plan.max_shares, least=plan.least_share, keys=plan.decode.keys,
         padded_requests=_size_class(plan.num_requests), num_warps=1,
     )  # fmt: skip
     return out
@@ -120,7 +120,7 @@ class _Step(NamedTuple):
 
 def _decode(step: _Step, plan: AttentionPlan, scale: float, window: int) -> None:
     """Requests with one new token."""
-    tiles, items = plan.decode, plan.num_decode_items
+    tiles, items = plan.decode, plan.decode_items
     weight = step.workspace[items * plan.num_heads * plan.head_dim :]
     padded_dim = next_power_of_2(plan.head_dim)
     decode_kernel[plan.num_kv_heads, items](
@@ -130,10 +130,10 @@ def _decode(step: _Step, plan: AttentionPlan, scale: float, window: int) -> None
         block_size=step.pages.shape[2], rows=tiles.rows, keys=tiles.keys,
         precision=step.precision, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
     )  # fmt: skip
-    if plan.decode_slots > 1:
+    if plan.max_shares > 1:
         join_decode_kernel[plan.num_heads, plan.num_requests](
             step.schedule, step.out, step.workspace, weight, items, *step.out.stride()[:2],
-            head_dim=plan.head_dim, padded_dim=padded_dim, slots=plan.decode_slots, num_warps=4,
+            head_dim=plan.head_dim, padded_dim=padded_dim, max_shares=plan.max_shares, num_warps=4,
         )  # fmt: skip
 
 

@@ -61,8 +61,11 @@ def test_mixed_batches_equal_the_twin(heads: Heads, dtype: torch.dtype) -> None:
             block_size=block_size,
             spare_rows=seed,
         )
-        for slots, splits in ((1, 1), (4, 2), (64, 7)):
-            case.check(case.plan(decode_slots=slots, chunk_splits=splits), window)
+        for more, shares, splits in ((0, 1, 1), (5, 4, 2), (70, 64, 7)):
+            items = len(case.seq_lens) + more
+            case.check(
+                case.plan(decode_items=items, max_shares=shares, chunk_splits=splits), window
+            )
 
 
 @pytest.mark.parametrize("cross_layers", [False, True])
@@ -78,7 +81,7 @@ def test_layouts_give_the_same_bits_and_so_does_a_second_run(cross_layers: bool)
             layout=layout,
             cross_layers=cross_layers,
         )
-        plan = case.plan(decode_slots=16, chunk_splits=3)
+        plan = case.plan(decode_items=28, max_shares=16, chunk_splits=3)
         answers += [case.run(plan), case.run(plan)]
     for answer in answers[1:]:
         assert torch.equal(answer, answers[0])
@@ -98,7 +101,7 @@ def test_one_captured_graph_serves_requests_that_come_and_go() -> None:
         dtype=torch.bfloat16,
         num_sms=torch.cuda.get_device_properties(0).multi_processor_count,
     )
-    assert plan.decode_slots > 1
+    assert plan.max_shares > 1
     lengths = [(0, 1), (4095, 1), (1, 1), (16, 1), (2000, 1), (700, 1), PADDING, PADDING]
     case = AttentionCase.random(lengths, heads, dtype=torch.bfloat16, device="cuda")
     seq_lens = torch.zeros_like(case.seq_lens)

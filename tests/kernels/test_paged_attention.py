@@ -31,7 +31,7 @@ PADDING = (-1, 1)
         max_size=4,
     ),
     heads=st.sampled_from([Heads(2, 1, 64), Heads(6, 2, 64), Heads(2, 2, 80), Heads(4, 1, 96)]),
-    shares=st.sampled_from([(1, 1), (4, 1), (2, 2), (16, 3)]),
+    shares=st.sampled_from([(0, 1, 1), (3, 4, 1), (1, 2, 2), (12, 16, 3)]),
     window=st.sampled_from([0, 0, 1, 40]),
     block_size=st.sampled_from([4, 16, 24]),
     seed=st.integers(0, 1000),
@@ -39,7 +39,7 @@ PADDING = (-1, 1)
 def test_mixed_batches_equal_the_twin(
     spans: list[tuple[int, int]],
     heads: Heads,
-    shares: tuple[int, int],
+    shares: tuple[int, int, int],
     window: int,
     block_size: int,
     seed: int,
@@ -48,8 +48,13 @@ def test_mixed_batches_equal_the_twin(
         spans, heads, dtype=torch.float32, seed=seed, block_size=block_size, spare_rows=seed % 3
     )
     plan = case.plan()
-    chunk_splits = shares[1] if plan.chunk_splits else 0
-    case.check(case.plan(decode_slots=shares[0], chunk_splits=chunk_splits), window)
+    more_items, max_shares, splits = shares
+    plan = case.plan(
+        decode_items=len(spans) + more_items,
+        max_shares=max_shares,
+        chunk_splits=splits if plan.chunk_splits else 0,
+    )
+    case.check(plan, window)
 
 
 @interpreted
@@ -58,7 +63,7 @@ def test_mixed_batches_equal_the_twin(
 def test_every_head_size_in_every_pass(head_dim: int, dtype: torch.dtype) -> None:
     spans = [(130, 1), (3, 5), PADDING]
     case = AttentionCase.random(spans, Heads(2, 1, head_dim), dtype=dtype)
-    case.check(case.plan(decode_slots=4, chunk_splits=1))
+    case.check(case.plan(decode_items=6, max_shares=4, chunk_splits=1))
 
 
 @interpreted
@@ -78,7 +83,7 @@ def test_all_layouts_of_the_pages_give_the_same_bits(
 @interpreted
 def test_a_long_context_is_split_and_joined() -> None:
     case = AttentionCase.random([(2500, 1), (1, 1)], Heads(2, 1, 64), dtype=torch.float32)
-    case.check(case.plan(decode_slots=16))
+    case.check(case.plan(decode_items=17, max_shares=16))
 
 
 @interpreted
@@ -101,7 +106,7 @@ def test_the_grid_does_not_depend_on_lengths() -> None:
             dtype=torch.float32,
             num_sms=4,
         )
-        assert plan.decode_slots == 8
+        assert plan.max_shares == 8
         case.check(plan)
 
 
@@ -110,16 +115,50 @@ def test_each_request_has_shares_by_its_length() -> None:
     """One long request among many short ones: only it is split, and all keys are seen once."""
     spans = [(700, 1)] + [(3, 1)] * 6 + [PADDING]
     case = AttentionCase.random(spans, Heads(2, 1, 64), dtype=torch.float32)
-    case.check(case.plan(decode_slots=8))
+    case.check(case.plan(decode_items=11, max_shares=8))
 
 
 @interpreted
 def test_a_schedule_made_once_gives_the_same_bits() -> None:
     spans = [(200, 1), (30, 1), PADDING, (-1, 0), (4, 3)]
     case = AttentionCase.random(spans, Heads(2, 1, 64), dtype=torch.float32)
-    plan = case.plan(decode_slots=4)
+    plan = case.plan(decode_items=7, max_shares=4)
     schedule = case.schedule(plan)
     assert torch.equal(case.run(plan, schedule=schedule), case.run(plan))
+
+
+@interpreted
+@settings(max_examples=12, deadline=None)
+@given(
+    lengths=st.lists(st.integers(0, 3000), min_size=1, max_size=9),
+    more_items=st.integers(0, 12),
+    window=st.sampled_from([0, 500]),
+)
+def test_the_schedule_covers_every_key_once_in_even_shares(
+    lengths: list[int], more_items: int, window: int
+) -> None:
+    spans = [(length - 1, 1) for length in lengths]
+    case = AttentionCase.random(spans, Heads(1, 1, 8), dtype=torch.float32)
+    plan = case.plan(decode_items=len(spans) + more_items, max_shares=8)
+    rows = case.schedule(plan, window).tolist()
+    items, requests = rows[: plan.decode_items], rows[plan.decode_items :]
+    taken = 0
+    for request, length in enumerate(lengths):
+        start, first, shares = requests[request][:3]
+        assert start == request
+        assert first == taken
+        assert 1 <= shares <= 8
+        begin = max(0, length - window) if window else 0
+        at = begin // plan.decode.keys * plan.decode.keys
+        for item in items[first : first + shares]:
+            assert item[:4] == [request, request, length, begin]
+            assert item[4] == at or at >= length, "shares adjoin"
+            assert item[6] == shares
+            at = max(at, item[5])
+        assert at == length or not length
+        taken += shares
+    assert taken <= plan.decode_items
+    assert all(item[6] == 0 for item in items[taken:])
 
 
 def _plan(num_tokens: int, max_query_len: int, max_seq_len: int) -> AttentionPlan:
@@ -136,13 +175,13 @@ def _plan(num_tokens: int, max_query_len: int, max_seq_len: int) -> AttentionPla
     )
 
 
-@pytest.mark.parametrize(("max_seq_len", "slots"), [(8192, 32), (256, 1)])
-def test_short_contexts_need_no_join(max_seq_len: int, slots: int) -> None:
+@pytest.mark.parametrize(("max_seq_len", "shares"), [(8192, 32), (128, 1)])
+def test_short_contexts_need_no_join(max_seq_len: int, shares: int) -> None:
     plan = _plan(8, 1, max_seq_len)
-    assert plan.decode_slots == slots
+    assert plan.max_shares == shares
     assert plan.chunk_splits == 0
     partial = plan.workspace_numel - plan.schedule_shape[0] * plan.schedule_shape[1]
-    assert (partial > 0) == (slots > 1)
+    assert (partial > 0) == (shares > 1)
 
 
 @pytest.mark.parametrize(("tokens", "splits"), [(16, 16), (128, 4), (8192, 1)])
