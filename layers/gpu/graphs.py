@@ -98,7 +98,7 @@ class GraphPool:
     def __init__(
         self, forward: FusedDecoder, inputs: InputBuffer, *, nobody: int, max_seq_len: int
     ) -> None:
-        """`nobody`: the row of the block tables for padding."""
+        """`nobody`: the row of the block tables for padding, and most requests of a step."""
         self._forward = forward
         self._inputs = inputs
         self._nobody = nobody
@@ -165,7 +165,7 @@ class GraphPool:
         return self._whole_step(StepSize(num_tokens, num_tokens), max_query_len=1)
 
     def _mixed_step(self, num_tokens: int) -> Captured:
-        size = StepSize(num_tokens, min(num_tokens, MIXED_REQUESTS))
+        size = StepSize(num_tokens, min(num_tokens, MIXED_REQUESTS, self._nobody))
         return self._whole_step(size, max_query_len=num_tokens)
 
     def _whole_step(self, size: StepSize, max_query_len: int) -> Captured:
