@@ -16,9 +16,16 @@ from torch import Tensor
 from torch.nn import functional
 
 from interlace.layers.decoder import Decoder, DecoderLayer
-from interlace.layers.gpu.inputs import StepInputs
+from interlace.layers.gpu.inputs import StepInputs, StepSize
+from interlace.layers.gpu.long_chunks import LongChunk, LongChunks
 from interlace.layers.gpu.tables import BlockTables
-from interlace.layers.kernels import attention_plan, paged_attention, pointwise, rope_write
+from interlace.layers.kernels import (
+    attention_plan,
+    matvec,
+    paged_attention,
+    pointwise,
+    rope_write,
+)
 from interlace.layers.kernels.attention_plan import AttentionPlan
 from interlace.layers.kv_hooks import LayerHooks
 from interlace.layers.kv_pages import KVPages
@@ -51,14 +58,24 @@ class Attention(NamedTuple):
     block_table: Tensor
     schedule: Tensor
     workspace: Tensor
+    long_chunk: LongChunk | None = None
+    """The step's only request, where the matrix library attends."""
 
 
 class FusedDecoder:
     """One decoder over one pool of pages and the block tables of its requests."""
 
-    def __init__(self, decoder: Decoder, pages: KVPages, tables: BlockTables, num_sms: int) -> None:
+    def __init__(
+        self,
+        decoder: Decoder,
+        pages: KVPages,
+        tables: BlockTables,
+        long_chunks: LongChunks,
+        num_sms: int,
+    ) -> None:
         """`num_sms`: multiprocessors of the device."""
         self._decoder = decoder
+        self._long_chunks = long_chunks
         self._architecture = decoder.architecture
         self._pages = pages
         self._tables = tables
@@ -76,13 +93,17 @@ class FusedDecoder:
         rows: Tensor,
         hooks: LayerHooks | None = None,
         states: Mapping[int, Tensor] = NO_STATES,
+        *,
+        may_allocate: bool = False,
     ) -> Tensor:
         """Raw logits [N, vocabulary], in the model's dtype, of `rows` of the batch, int64 [N].
 
         `hooks` run around each layer's KV write and attention. `states` is filled as by
-        `Decoder.forward`.
+        `Decoder.forward`. `may_allocate`: the step is not captured, nor padded.
         """
         attention = self.attention(inputs, bounds)
+        if may_allocate:
+            attention = self.with_long_chunk(attention, bounds)
         flow = self.first(inputs, states)
         for layer in range(self.num_layers):
             if hooks is not None:
@@ -120,6 +141,13 @@ class FusedDecoder:
         workspace = torch.empty(plan.workspace_numel, dtype=torch.float32, device=device)
         return Attention(inputs, plan, block_table, schedule, workspace)
 
+    def with_long_chunk(self, attention: Attention, bounds: Bounds) -> Attention:
+        """The same, by the matrix library if that is faster; not for graphs, nor with padding."""
+        inputs = attention.inputs
+        size = StepSize(len(inputs.token_ids), len(inputs.rows))
+        chunk = self._long_chunks.of(size, bounds.max_seq_len, attention.block_table)
+        return attention._replace(long_chunk=chunk)
+
     def first(self, inputs: StepInputs, states: Mapping[int, Tensor] = NO_STATES) -> Flow:
         """From tokens to the first attention. A token that only the device knows is looked up."""
         newest = self._tables.newest[inputs.sources.clamp(min=0)]
@@ -153,6 +181,9 @@ class FusedDecoder:
             qk_norm=decoder.layers[index].qk_norm,
             eps=self._architecture.rms_eps,
         )
+        if attention.long_chunk is not None:
+            attended = self._long_chunks.attend(index, q, attention.long_chunk)
+            return attended.view(len(attended), -1)
         attended = torch.empty_like(q) if out is None else out.view(q.shape)
         paged_attention.paged_attention(
             q,
@@ -180,6 +211,8 @@ class FusedDecoder:
     ) -> Tensor:
         """From the last attention to the logits of `rows`."""
         decoder, all_rows = self._decoder, self.num_layers in states
+        if not all_rows and len(rows) == 0:  # KV is written: nothing else is wanted
+            return x.new_empty(0, len(decoder.head))
         if not all_rows:
             x, attended = x[rows], attended[rows]
         delta = self._rest(decoder.layers[-1], x, attended)
@@ -187,7 +220,7 @@ class FusedDecoder:
         if all_rows:
             states[self.num_layers].copy_(normed)
             normed = normed[rows]
-        return functional.linear(normed, decoder.head)
+        return _linear(normed, decoder.head)
 
     def _into(
         self, index: int, x: Tensor, delta: Tensor | None, states: Mapping[int, Tensor]
@@ -197,16 +230,16 @@ class FusedDecoder:
         normed = self._normed(x, delta, layer.attn_norm)
         if index in states:
             states[index].copy_(x)
-        return Flow(x, functional.linear(normed, layer.qkv, layer.qkv_bias))
+        return Flow(x, _linear(normed, layer.qkv, layer.qkv_bias))
 
     def _rest(self, layer: DecoderLayer, x: Tensor, attended: Tensor) -> Tensor:
         """Output projection and feed-forward; what they add last is returned and not yet added."""
-        delta = functional.linear(attended, layer.o, layer.o_bias)
+        delta = _linear(attended, layer.o, layer.o_bias)
         normed = self._normed(x, delta, layer.mlp_norm)
-        gate_up = functional.linear(normed, layer.gate_up, layer.gate_up_bias)
+        gate_up = _linear(normed, layer.gate_up, layer.gate_up_bias)
         active = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
         pointwise.silu_mul(gate_up, out=active)
-        return functional.linear(active, layer.down, layer.down_bias)
+        return _linear(active, layer.down, layer.down_bias)
 
     def _normed(self, x: Tensor, delta: Tensor | None, weight: Tensor) -> Tensor:
         """Add `delta` to `x` in place, and norm the sum."""
@@ -214,3 +247,13 @@ class FusedDecoder:
         if delta is None:
             return pointwise.rms_norm(x, weight, eps, out=out)
         return pointwise.add_rms_norm(x, delta, weight, eps, out=out)
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`x` [T, in] times `weight` [out, in] transposed, plus `bias`: by whichever is faster for the
+    shape, our own kernel for few rows or the matrix library."""
+    num_outputs, num_inputs = weight.shape
+    if matvec.prefers_matvec(num_outputs, num_inputs, len(x), x.dtype):
+        out = x.new_empty(len(x), num_outputs)
+        return matvec.matvec(x, weight, bias, out=out)
+    return functional.linear(x, weight, bias)

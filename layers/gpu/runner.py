@@ -25,6 +25,7 @@ from interlace.layers.forward_context import TritonAttentionMetadata
 from interlace.layers.gpu.forward import Bounds, FusedDecoder
 from interlace.layers.gpu.graphs import Captured, GraphPool
 from interlace.layers.gpu.inputs import BatchItem, InputBuffer, StepInputs, StepSize
+from interlace.layers.gpu.long_chunks import LongChunks
 from interlace.layers.gpu.sampling import PendingTokens
 from interlace.layers.gpu.tables import BlockTables
 from interlace.layers.graph_mode import GraphMode
@@ -63,7 +64,8 @@ class GpuRunner:
         self._block_size = pages.block_size
         columns = -(-decoder.max_model_len // pages.block_size)
         self._tables = BlockTables(max_num_seqs, columns, decoder.device)
-        self._forward = FusedDecoder(decoder, pages, self._tables, num_sms)
+        self._long_chunks = LongChunks(decoder, pages, num_sms, max_num_batched_tokens)
+        self._forward = FusedDecoder(decoder, pages, self._tables, self._long_chunks, num_sms)
         self._largest = StepSize(max_num_batched_tokens, max_num_seqs)
         self._inputs = InputBuffer(self._largest, decoder.device)
         self._graphs = GraphPool(
@@ -89,9 +91,13 @@ class GpuRunner:
         mixed_sizes: Sequence[int],
         progress: Progress,
     ) -> None:
-        """Capture graphs, once, before the first step: see `GraphPool`. Raises: `ConfigError`."""
+        """Capture graphs and prepare the matrix library, once, before the first step.
+
+        See `GraphPool`. Raises: `ConfigError`.
+        """
         with torch.inference_mode():
             self._graphs.capture(mode, decode_sizes, mixed_sizes, progress)
+            self._long_chunks.prepare(progress)
 
     @torch.inference_mode()
     def run_padding(self) -> None:
@@ -178,7 +184,7 @@ class GpuRunner:
             return self._at(captured.replay(inputs, bounds, hooks), places)
         rows = self._at(inputs.last_tokens, places)
         kept, states = self._states.make(len(inputs.token_ids))
-        logits = self._forward.forward(inputs, bounds, rows, hooks, states)
+        logits = self._forward.forward(inputs, bounds, rows, hooks, states, may_allocate=True)
         if kept is not None:
             self._workers.write_cache_only(output, kept, inputs.slots)
         return logits

@@ -20,7 +20,7 @@ from interlace.layers.kv_memory import PageShape
 from interlace.layers.kv_pages import KVPages
 
 _DECODE_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
-_MIXED_SIZES = (32, 64, 128, 256, 512)
+_MIXED_SIZES = (16, 32, 64, 128, 256, 512)
 _SLACK_BYTES = 256 << 20
 """For what cannot be measured beforehand: small graphs, copies of a connector, fragmentation."""
 LEAST_CAPABILITY = (8, 0)

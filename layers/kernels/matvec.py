@@ -109,6 +109,8 @@ def prefers_matvec(n: int, k: int, rows: int, dtype: torch.dtype) -> bool:
     With more rows a 16-bit weight is used for longer than it takes to load it; then only small
     matrices gain, for which the library's choice is poor.
     """
+    if rows == 0:
+        return False
     if dtype == torch.float32:
         return rows <= 4
     small = n * k <= 4_000_000

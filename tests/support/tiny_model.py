@@ -15,8 +15,14 @@ from interlace.layers.weights import weight_shapes
 VOCAB_SIZE = 64
 
 
-def tiny_model(*, max_model_len: int = 128, dtype: torch.dtype = torch.float64) -> LoadedModel:
-    """Two layers, grouped heads, no tokenizer; the weights depend on nothing but this function."""
+def tiny_model(
+    *,
+    max_model_len: int = 128,
+    dtype: torch.dtype = torch.float64,
+    head_dim: int = 8,
+    device: str = "cpu",
+) -> LoadedModel:
+    """Two layers, grouped heads, no tokenizer; the weights depend on `head_dim` alone."""
     architecture = Architecture(
         name="tiny",
         num_layers=2,
@@ -24,14 +30,15 @@ def tiny_model(*, max_model_len: int = 128, dtype: torch.dtype = torch.float64) 
         intermediate_size=48,
         num_heads=4,
         num_kv_heads=2,
-        head_dim=8,
+        head_dim=head_dim,
         vocab_size=VOCAB_SIZE,
         rms_eps=1e-5,
         max_position=max_model_len,
     )
     random = torch.Generator().manual_seed(3)
+    scale = 0.5 if head_dim == 8 else 0.3
     weights = {
-        name: (torch.randn(shape, generator=random, dtype=torch.float64) * 0.5).to(dtype)
+        name: (torch.randn(shape, generator=random, dtype=torch.float64) * scale).to(device, dtype)
         for name, shape in weight_shapes(architecture).items()
     }
     return LoadedModel(

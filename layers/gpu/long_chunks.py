@@ -1,0 +1,120 @@
+"""Attention of long chunks by the matrix library, where that is faster: in steps of one request."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from interlace.engine.ports import Progress
+from interlace.layers.decoder import Decoder
+from interlace.layers.gpu.inputs import StepSize
+from interlace.layers.kernels.gathered_attention import (
+    KEY_GRAIN,
+    QUERY_GRAIN,
+    GatherWorkspace,
+    gathered_attention,
+    prefers_gathered,
+)
+from interlace.layers.kv_pages import KVPages
+
+
+class LongChunk(NamedTuple):
+    """The only request of a step."""
+
+    block_ids: Tensor
+    """Its row of the block table, int32."""
+    seq_len: int
+
+
+class LongChunks:
+    """The library's attention over one pool of pages. Not for graphs."""
+
+    def __init__(
+        self, decoder: Decoder, pages: KVPages, num_sms: int, max_num_batched_tokens: int
+    ) -> None:
+        """`num_sms`: multiprocessors of the device. Takes memory for one request of any length."""
+        a = decoder.architecture
+        self._decoder = decoder
+        self._pages = pages
+        self._num_sms = num_sms
+        self._max_new = max_num_batched_tokens
+        self._scale = a.head_dim**-0.5
+        self._workspace: GatherWorkspace | None = None
+        if self._prefers(self._max_new, 0):
+            self._workspace = GatherWorkspace.allocate(
+                max_new=self._max_new,
+                max_len=decoder.max_model_len,
+                num_heads=a.num_heads,
+                num_kv_heads=a.num_kv_heads,
+                head_dim=a.head_dim,
+                dtype=decoder.dtype,
+                device=decoder.device,
+            )
+
+    def _prefers(self, new: int, context: int) -> bool:
+        a = self._decoder.architecture
+        return self._decoder.device.type == "cuda" and prefers_gathered(
+            new,
+            context,
+            num_heads=a.num_heads,
+            head_dim=a.head_dim,
+            dtype=self._decoder.dtype,
+            num_sms=self._num_sms,
+        )
+
+    def of(self, size: StepSize, seq_len: int, block_table: Tensor) -> LongChunk | None:
+        """What `attend` needs, if it is the faster way for a step of this size."""
+        if self._workspace is None or size.num_requests > 1:
+            return None
+        if not self._prefers(size.num_tokens, seq_len - size.num_tokens):
+            return None
+        return LongChunk(block_table[0], seq_len)
+
+    def attend(self, layer: int, q: Tensor, chunk: LongChunk) -> Tensor:
+        """[T, heads, head_dim]: what the paged kernel would compute, up to rounding."""
+        assert self._workspace is not None
+        return gathered_attention(
+            q,
+            self._pages.layers[layer],
+            chunk.block_ids,
+            chunk.seq_len,
+            scale=self._scale,
+            workspace=self._workspace,
+        )
+
+    def prepare(self, progress: Progress) -> None:
+        """Let the library prepare the shapes that prompts have, which takes it 40 ms each: else
+        the first prompts would wait for it. Device thread, before the first step."""
+        if self._workspace is None:
+            return
+        shapes = self._shapes()
+        a, decoder = self._decoder.architecture, self._decoder
+        block_ids = torch.zeros(
+            -(-decoder.max_model_len // self._pages.block_size),
+            dtype=torch.int32,
+            device=decoder.device,
+        )
+        with progress.task("preparing attention", len(shapes)) as advance:
+            for new, context in shapes:
+                q = torch.zeros(
+                    (new, a.num_heads, a.head_dim), dtype=decoder.dtype, device=decoder.device
+                )
+                self.attend(0, q, LongChunk(block_ids, context + new))
+                advance(1)
+
+    def _shapes(self) -> list[tuple[int, int]]:
+        """(new, context) that stand for all: chunks of each size, and each size of a piece."""
+        longest = self._decoder.max_model_len
+        rows = range(QUERY_GRAIN, min(self._max_new, longest) + 1, QUERY_GRAIN)
+        shapes = [(new, 0) for new in rows if self._prefers(new, 0)]
+        piece = KEY_GRAIN
+        while piece < longest:
+            shapes += [
+                (new, piece)
+                for new in rows
+                if new + piece <= longest and new <= 4 * QUERY_GRAIN and self._prefers(new, piece)
+            ]
+            piece *= 2
+        return shapes
