@@ -38,8 +38,10 @@ chat: $(VENV)/.run-installed
 	@exec $(BIN)/interlace chat $(CHAT_FLAGS)
 
 # Bare pytest: `python -m pytest` would put the root on sys.path and load every module twice.
+# Triton decides at import whether it interprets its kernels, so those have a process of their own.
 test: $(VENV)/.dev-installed
-	@$(BIN)/pytest -W error
+	@$(BIN)/pytest -W error --ignore=tests/kernels
+	@TRITON_INTERPRET=1 $(BIN)/pytest -W error tests/kernels
 
 test-gpu: $(VENV)/.dev-installed
 	@$(BIN)/pytest -W error -m gpu
