@@ -2,8 +2,8 @@
 
 An engine makes two instances of one class, first the WORKER and then the SCHEDULER, both on the
 device thread, where it shuts both down again. Between those two calls the one in the role SCHEDULER
-is called on the event loop, the one in the role WORKER on the device thread; what passes between
-them is metadata and outputs. Scheduler-side methods must return at once: no file I/O, no waiting.
+is called on the event loop (but for the handshake and `get_finished_count`, before the first step),
+the one in the role WORKER on the device thread; what passes between them is metadata and outputs. Scheduler-side methods must return at once: no file I/O, no waiting.
 When a method breaks its contract or raises, the error belongs to one request if the method was
 called for that request alone and nothing else depends on it (`get_num_new_matched_tokens`,
 `request_finished`); all else ends the engine with a `ConnectorError` that names the connector and
@@ -311,7 +311,7 @@ class KVConnectorBase_V1(ABC):  # noqa: N801 - the protocol's name
         return None
 
     def clear_connector_metadata(self) -> None:
-        """The step is over, also if it failed. An override calls super."""
+        """The step is over. An override calls super."""
         self._connector_metadata = None
 
     # ---------------------------------------------------------------- scheduler side

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from interlace.connectors.base import KVConnectorBase_V1
 from interlace.engine.config import EngineConfig, KVTransferConfig
+from interlace.engine.connector_errors import blaming
 from interlace.engine.errors import ConfigError, InterlaceError
 from interlace.engine.kv_connector import KVCacheConfig, KVConnectorRole
 
@@ -120,15 +121,11 @@ class KVConnectorFactory:
     def required_layout(self, config: EngineConfig) -> KVCacheLayout:
         """How KV pages are to lie for the connector that `config` names.
 
-        Raises: `ConfigError` if it needs a layout that does not exist.
+        Raises: `ConfigError` if it needs a layout that does not exist; `ConnectorError`.
         """
         cls = self._class_of(config)
-        try:
+        with blaming(cls, "get_required_kvcache_layout"):
             layout = cls.get_required_kvcache_layout(config)
-        except Exception as error:
-            raise ConfigError(
-                f"{cls.__name__}.get_required_kvcache_layout raised {type(error).__name__}: {error}"
-            ) from error
         match layout:
             case None:
                 return "NHD"
@@ -141,11 +138,15 @@ class KVConnectorFactory:
 
     def graph_mode(self, config: KVTransferConfig, mode: str | None) -> str | None:
         """`mode`, a `cudagraph_mode`, or "PIECEWISE" if the connector needs the layer hooks that a
-        full graph would leave out. Raises: `ConfigError`."""
+        full graph would leave out. Raises: `ConfigError`, `ConnectorError`."""
         cls = self.get_connector_class(config)
         if mode not in GRAPH_MODES_WITH_FULL:
             return mode
-        if not cls.requires_piecewise_for_cudagraph(dict(config.kv_connector_extra_config)):
+        with blaming(cls, "requires_piecewise_for_cudagraph"):
+            needs_hooks = cls.requires_piecewise_for_cudagraph(
+                dict(config.kv_connector_extra_config)
+            )
+        if not needs_hooks:
             return mode
         logger.warning("%s needs its layer hooks: PIECEWISE replaces %s", cls.__name__, mode)
         return "PIECEWISE"

@@ -13,10 +13,12 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from interlace.engine.block_pool import BlockPool
+from interlace.engine.connector_errors import blaming
 from interlace.engine.errors import ConnectorError
 from interlace.engine.kv_connector import (
     KVCacheBlocks,
     KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
     KVConnectorOutput,
 )
 from interlace.engine.kv_connector_stats import KVConnectorStats
@@ -50,10 +52,8 @@ class ConnectorCalls:
     @contextlib.contextmanager
     def _hook(self, hook: str) -> Iterator[None]:
         began_s = self._clock.monotonic()
-        try:
+        with blaming(self._connector, hook):
             yield
-        except Exception as error:
-            raise self._raised(hook, error) from error
         took_s = self._clock.monotonic() - began_s
         if took_s > SLOW_HOOK_S and hook not in self._named_slow:
             self._named_slow.add(hook)
@@ -64,17 +64,17 @@ class ConnectorCalls:
                 took_s * 1e3,
             )
 
-    def _raised(self, hook: str, error: Exception) -> ConnectorError:
-        return ConnectorError(f"{self.name}.{hook} raised {type(error).__name__}: {error}")
-
     def bind_pool(self, pool: BlockPool) -> None:
         """Show the engine's block pool. Raises: `ConnectorError`."""
         with self._hook("bind_gpu_block_pool"):
             self._connector.bind_gpu_block_pool(pool)
 
     def finished_count(self) -> int | None:
-        """How many workers report each id; None means all. Raises: `ConnectorError`."""
-        with self._hook("get_finished_count"):
+        """How many workers report each id; None means all. Device thread.
+
+        Raises: `ConnectorError`.
+        """
+        with blaming(self._connector, "get_finished_count"):
             count = self._connector.get_finished_count()
         if count is not None and (isinstance(count, bool) or not isinstance(count, int)):
             raise ConnectorError(
@@ -88,10 +88,8 @@ class ConnectorCalls:
 
         Raises: `ConnectorError`.
         """
-        try:
+        with blaming(self._connector, "set_xfer_handshake_metadata"):
             self._connector.set_xfer_handshake_metadata(metadata)
-        except Exception as error:
-            raise self._raised("set_xfer_handshake_metadata", error) from error
 
     def take_stats(self) -> KVConnectorStats | None:
         """The scheduler side's statistics since the last call. Raises: `ConnectorError`."""
@@ -156,9 +154,9 @@ class ConnectorCalls:
         """The step's message with the connector's metadata. Raises: `ConnectorError`."""
         with self._hook("build_connector_meta"):
             metadata = self._connector.build_connector_meta(output)
-        if metadata is None:
+        if not isinstance(metadata, KVConnectorMetadata):
             raise ConnectorError(
-                f"{self.name}.build_connector_meta returned None; "
+                f"{self.name}.build_connector_meta returned {metadata!r}; "
                 "return a KVConnectorMetadata in every step."
             )
         return dataclasses.replace(output, kv_connector_metadata=metadata)

@@ -9,7 +9,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from interlace.engine.config import EngineConfig
-from interlace.engine.errors import ConnectorError
+from interlace.engine.connector_errors import blaming
 from interlace.engine.kv_connector import merged_stats
 from interlace.engine.kv_connector_stats import KVConnectorStats
 from interlace.engine.ports import Clock, SchedulerConnector
@@ -34,26 +34,36 @@ class ConnectorMetrics:
             kind: functools.partial(kind, registry=self.registry)
             for kind in (Gauge, Counter, Histogram)
         }
-        try:
+        with blaming(connector, "build_prom_metrics"):
             self._exporter = connector.build_prom_metrics(config, kinds, ["engine"], {0: ["0"]})
-        except Exception as error:
-            name = type(connector).__name__
-            raise ConnectorError(
-                f"{name}.build_prom_metrics raised {type(error).__name__}: {error}"
-            ) from error
 
     def observe(self, stats: KVConnectorStats) -> None:
         """Take one step's statistics. Raises: `ConnectorError` if they do not fit to others."""
-        now_s = self._clock.monotonic()
-        if now_s - self._began_s >= WINDOW_S:
-            self._last, self._window, self._began_s = self._window, None, now_s
+        self._turn_window()
         # A copy through `data`: the connector may go on using its own object.
-        copy = self._connector.build_kv_connector_stats(dict(stats.data))
+        with blaming(self._connector, "build_kv_connector_stats"):
+            copy = self._connector.build_kv_connector_stats(dict(stats.data))
         self._window = merged_stats(self._window, stats if copy is None else copy)
         if self._exporter is not None:
-            self._exporter.observe(stats.data, 0)
+            with blaming(self._exporter, "observe"):
+                self._exporter.observe(stats.data, 0)
 
     def reduce(self) -> dict[str, int | float]:
-        """The numbers of the newest window that has any; empty if the connector has none."""
-        newest = self._window or self._last
-        return {} if newest is None else newest.reduce()
+        """The numbers of the newest window that has any, at most 20 seconds old.
+
+        Empty if there is none. Raises: `ConnectorError`.
+        """
+        self._turn_window()
+        newest = self._last if self._window is None else self._window
+        if newest is None:
+            return {}
+        with blaming(newest, "reduce"):
+            return newest.reduce()
+
+    def _turn_window(self) -> None:
+        now_s = self._clock.monotonic()
+        if now_s - self._began_s < WINDOW_S:
+            return
+        is_next = now_s - self._began_s < 2 * WINDOW_S
+        self._last = self._window if is_next else None
+        self._window, self._began_s = None, now_s

@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Self
 
+from interlace.engine.connector_errors import blaming
 from interlace.engine.errors import ConnectorError
 from interlace.engine.kv_connector_stats import KVConnectorStats
 from interlace.engine.kv_events import KVConnectorKVEvents
@@ -62,15 +63,26 @@ class KVConnectorOutput:
     """How many ranks report each id from now on; 0 keeps what was said before."""
 
     def is_empty(self) -> bool:
-        """Whether nothing is reported."""
+        """Whether nothing is reported. Raises: `ConnectorError` if statistics or events raise."""
         return not (
             self.finished_sending
             or self.finished_recving
-            or (self.kv_connector_stats is not None and not self.kv_connector_stats.is_empty())
-            or (self.kv_cache_events is not None and self.kv_cache_events.get_all_events())
             or self.kv_connector_worker_meta is not None
             or self.invalid_block_ids
+            or self._has_news
         )
+
+    @property
+    def _has_news(self) -> bool:
+        stats, events = self.kv_connector_stats, self.kv_cache_events
+        if stats is not None:
+            with blaming(stats, "is_empty"):
+                if not stats.is_empty():
+                    return True
+        if events is None:
+            return False
+        with blaming(events, "get_all_events"):
+            return len(events.get_all_events()) > 0
 
     @classmethod
     def merge(cls, *outputs: KVConnectorOutput) -> KVConnectorOutput:
@@ -103,13 +115,15 @@ class KVConnectorOutput:
         if self.kv_cache_events is None:
             self.kv_cache_events = other.kv_cache_events
         elif other.kv_cache_events is not None:
-            self.kv_cache_events = self.kv_cache_events.merge(other.kv_cache_events)
+            with blaming(self.kv_cache_events, "merge"):
+                self.kv_cache_events = self.kv_cache_events.merge(other.kv_cache_events)
         if self.kv_connector_worker_meta is None:
             self.kv_connector_worker_meta = other.kv_connector_worker_meta
         elif other.kv_connector_worker_meta is not None:
-            self.kv_connector_worker_meta = self.kv_connector_worker_meta.aggregate(
-                other.kv_connector_worker_meta
-            )
+            with blaming(self.kv_connector_worker_meta, "aggregate"):
+                self.kv_connector_worker_meta = self.kv_connector_worker_meta.aggregate(
+                    other.kv_connector_worker_meta
+                )
 
 
 def merged_stats(
@@ -124,7 +138,8 @@ def merged_stats(
             f"statistics of different kinds cannot be one: {type(first).__name__} and"
             f" {type(second).__name__}; let get_kv_connector_stats always return the same kind."
         )
-    return first.aggregate(second)
+    with blaming(first, "aggregate"):
+        return first.aggregate(second)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -644,7 +644,8 @@ class Scheduler:
         assert self._connector is not None
         if not self.stats.num_stray_reports:
             logger.warning(
-                "%s reported ids that nobody waits for; such reports are counted and ignored",
+                "%s.get_finished reported ids that nobody waits for, or again; such reports are"
+                " counted and ignored",
                 self._connector.name,
             )
         self._count(num_stray_reports=num_strays)

@@ -1,8 +1,9 @@
 """Copies KV blocks between the pages and host buffers: the engine's `CopyBlocksOp`.
 
 The engine hands `copy_kv_blocks` to a connector that stages through host memory
-(`set_host_xfer_buffer_ops`). Both sides lie in CPU memory, and numpy copies, so any thread may
-call it; who does so from another thread than the device's sees to it that no step uses the blocks.
+(`set_host_xfer_buffer_ops`). In CPU memory numpy copies, so any thread may call it; who does so from
+another thread than the device's sees to it that no step uses the blocks. Pages on a GPU are copied by
+torch: on the device thread.
 """
 
 from __future__ import annotations
@@ -48,7 +49,20 @@ def copy_kv_blocks(
     if not src_block_ids:
         return
     for name, src in src_kv_caches.items():
-        _bits(dst_kv_caches[name])[dst_block_ids] = _bits(src)[src_block_ids]
+        _copy(src, dst_kv_caches[name], src_block_ids, dst_block_ids)
+
+
+def _copy(
+    src: torch.Tensor, dst: torch.Tensor, src_block_ids: list[int], dst_block_ids: list[int]
+) -> None:
+    if src.device.type == dst.device.type == "cpu":
+        _bits(dst)[dst_block_ids] = _bits(src)[src_block_ids]
+        return
+    source = torch.tensor(src_block_ids, device=src.device)
+    target = torch.tensor(dst_block_ids, device=dst.device)
+    dst.index_copy_(0, target, src.index_select(0, source).to(dst.device))
+    if dst.device.type == "cuda":
+        torch.cuda.current_stream(dst.device).synchronize()
 
 
 def host_buffers(kv_caches: Mapping[str, torch.Tensor], num_blocks: int) -> dict[str, torch.Tensor]:
@@ -89,9 +103,9 @@ def _check_tensors(src: Mapping[str, torch.Tensor], dst: Mapping[str, torch.Tens
                 "host_buffers(), and copy KV of unlike workers apart"
             )
         for side in (tensor, dst[name]):
-            if side.device.type != "cpu":
+            if side.device.type not in ("cpu", "cuda"):
                 raise _error(
-                    f"copies in CPU memory, but {name} lies on {side.device}; move it there"
+                    f"copies in CPU and CUDA memory, but {name} lies on {side.device}; move it there"
                 )
 
 

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, Self, TypeVar
 
 import torch
 
+from interlace.engine.connector_errors import blaming
 from interlace.engine.errors import ConnectorError
 from interlace.engine.kv_connector import (
     KVConnectorHandshakeMetadata,
@@ -79,6 +80,7 @@ class KVHooks:
         self._layers = {name: _layer(name, pages) for name, pages in layers.items()}
         self._context = ForwardContext(self._layers, None)  # of the step
         self._failed_blocks: frozenset[int] = frozenset()
+        self._num_blocks = len(next(iter(layers.values())))
         if cross_layers is None:
             self._call(connector.register_kv_caches, dict(layers))
         else:
@@ -93,10 +95,8 @@ class KVHooks:
         return cls(connector, pages.by_name(), cross_layers)
 
     def _call(self, hook: Callable[..., T], *args: object) -> T:
-        try:
+        with blaming(self._connector, getattr(hook, "__name__", repr(hook))):
             return hook(*args)
-        except Exception as error:
-            raise ConnectorError(f"{_name(hook)} raised {type(error).__name__}: {error}") from error
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         """What the scheduler side is to know of this worker. Raises: `ConnectorError`."""
@@ -161,13 +161,17 @@ class KVHooks:
         connector = self._connector
         ended = self._call(connector.get_finished, set(output.finished_req_ids))
         match ended:
-            case (Set() | None as sending, Set() | None as recving):
+            case (Set() | None as sending, Set() | None as recving) if all(
+                isinstance(request_id, str) for request_id in (*(sending or ()), *(recving or ()))
+            ):
                 pass
             case _:
-                raise _broken(connector.get_finished, ended, "(set or None, set or None)")
+                rule = "(set of request ids or None, set of request ids or None)"
+                raise _broken(connector.get_finished, ended, rule)
         invalid = self._call(connector.get_block_ids_with_load_errors)
-        if not isinstance(invalid, Set):
-            raise _broken(connector.get_block_ids_with_load_errors, invalid, "a set of block ids")
+        if not self._are_block_ids(invalid):
+            rule = f"a set of block ids, which are whole numbers from 1 to {self._num_blocks - 1}"
+            raise _broken(connector.get_block_ids_with_load_errors, invalid, rule)
         stats = self._checked(connector.get_kv_connector_stats, KVConnectorStats)
         events = self._checked(connector.get_kv_connector_kv_cache_events, KVConnectorKVEvents)
         meta = self._checked(connector.build_connector_worker_meta, KVConnectorWorkerMetadata)
@@ -183,6 +187,12 @@ class KVHooks:
         )
         return None if reports.is_empty() else reports
 
+    def _are_block_ids(self, answer: object) -> bool:
+        """Whether it is a set of ids that blocks of the pool have; the null block is nobody's."""
+        return isinstance(answer, Set) and all(
+            isinstance(block_id, int) and 0 < block_id < self._num_blocks for block_id in answer
+        )
+
     def no_forward(self, output: SchedulerOutput) -> KVConnectorOutput | None:
         """A step without tokens: transfers move all the same. Raises: `ConnectorError`."""
         self.pre_forward(output, None)
@@ -194,7 +204,7 @@ class KVHooks:
         None if the connector says that it has no metadata: then it is left alone, as the protocol
         has it.
         """
-        if not self._connector.has_connector_metadata():
+        if not self._call(self._connector.has_connector_metadata):
             return None
         by_layer = self._context.attn_metadata
         assert by_layer is not None, "layers run in steps with tokens"

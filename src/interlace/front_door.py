@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple, Self
 
 from interlace.engine import async_engine
 from interlace.engine.config import EngineConfig, ModelConfig
+from interlace.engine.connector_errors import blaming
 from interlace.engine.device_thread import DeviceThread, finish_despite_cancel
 from interlace.engine.errors import ConfigError
 from interlace.engine.ports import Clock, Lanes, Progress, StepRunner
@@ -323,10 +324,11 @@ class Parts(NamedTuple):
     """The scheduler side; the runner has the worker sides."""
 
     def close(self) -> None:
-        """End them unused. Device thread."""
-        if self.connector is not None:
-            self.connector.shutdown()
-        self.runner.close()
+        """End them unused. Device thread. Raises what the connector's `shutdown` raises."""
+        with contextlib.ExitStack() as both:
+            both.callback(self.runner.close)
+            if self.connector is not None:
+                both.callback(self.connector.shutdown)
 
 
 def make_parts(
@@ -443,10 +445,14 @@ class _ConnectorSides:
         return side
 
     def want_cross_layers(self, workers: Sequence[KVConnectorBase_V1]) -> bool:
-        """Whether the pages are to be one tensor; the cache-only layer is never part of one."""
+        """Whether the pages are to be one tensor; the cache-only layer is never part of one.
+
+        Raises: `ConnectorError`.
+        """
         if self._has_cache_only_layer:
             return False
-        return all(worker.prefer_cross_layer_blocks for worker in workers)
+        with blaming(workers[0], "prefer_cross_layer_blocks"):
+            return all(worker.prefer_cross_layer_blocks for worker in workers)
 
 
 def _wants_connector(config: EngineConfig) -> bool:

@@ -13,7 +13,7 @@ from interlace.connectors.base import KVConnectorBase_V1
 from interlace.connectors.conformance import Script
 from interlace.connectors.factory import KVConnectorFactory
 from interlace.engine.config import EngineConfig, KVTransferConfig
-from interlace.engine.errors import ConfigError, ModelError
+from interlace.engine.errors import ConfigError, InterlaceError, ModelError
 from interlace.engine.kv_connector import KVCacheConfig, KVConnectorRole
 
 CACHE = KVCacheConfig(num_blocks=4, kv_cache_groups=())
@@ -232,7 +232,7 @@ def test_the_required_layout_is_asked_of_the_class(name: str, layout: str) -> No
     ],
 )
 def test_a_layout_that_does_not_exist_is_refused(name: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(InterlaceError, match=message):
         KVConnectorFactory().required_layout(config_of(name))
 
 

@@ -292,11 +292,17 @@ def test_other_hooks_that_raise_are_fatal_and_named(hook: str) -> None:
 @pytest.mark.parametrize(
     ("hook", "answer", "rule"),
     [
-        ("get_finished", None, r"\(set or None, set or None\)"),
-        ("get_finished", ({"a"},), r"\(set or None, set or None\)"),
-        ("get_finished", (["a"], None), r"\(set or None, set or None\)"),
+        ("get_finished", None, r"\(set of request ids or None, set"),
+        ("get_finished", ({"a"},), r"\(set of request ids or None, set"),
+        ("get_finished", (["a"], None), r"\(set of request ids or None, set"),
+        ("get_finished", ({1}, None), r"\(set of request ids or None, set"),
+        ("get_finished", (None, {None}), r"\(set of request ids or None, set"),
         ("get_block_ids_with_load_errors", None, "a set of block ids"),
         ("get_block_ids_with_load_errors", [1], "a set of block ids"),
+        ("get_block_ids_with_load_errors", {"x"}, "a set of block ids"),
+        ("get_block_ids_with_load_errors", {0}, "a set of block ids, .* from 1 to 64"),
+        ("get_block_ids_with_load_errors", {65}, "a set of block ids, .* from 1 to 64"),
+        ("get_block_ids_with_load_errors", {-3}, "a set of block ids, .* from 1 to 64"),
     ],
 )
 def test_wrong_answers_of_the_worker_side_are_named(hook: str, answer: Any, rule: str) -> None:

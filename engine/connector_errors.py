@@ -1,0 +1,21 @@
+"""What a connector's code raises, as an error that names the connector and the hook. Any thread."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+from interlace.engine.errors import ConnectorError
+
+
+@contextlib.contextmanager
+def blaming(owner: object, hook: str) -> Iterator[None]:
+    """Turn what is raised inside into a `ConnectorError`: "Class.hook raised ...".
+
+    `owner` is the object, or the class, whose `hook` is called; its own traceback is chained.
+    """
+    try:
+        yield
+    except Exception as error:
+        name = (owner if isinstance(owner, type) else type(owner)).__name__
+        raise ConnectorError(f"{name}.{hook} raised {type(error).__name__}: {error}") from error
