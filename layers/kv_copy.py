@@ -1,9 +1,9 @@
 """Copies KV blocks between the pages and host buffers: the engine's `CopyBlocksOp`.
 
 The engine hands `copy_kv_blocks` to a connector that stages through host memory
-(`set_host_xfer_buffer_ops`). In CPU memory numpy copies, so any thread may call it; who does so from
-another thread than the device's sees to it that no step uses the blocks. Pages on a GPU are copied by
-torch: on the device thread.
+(`set_host_xfer_buffer_ops`). In CPU memory numpy copies, so any thread may call it; who does so
+from another thread than the device's sees to it that no step uses the blocks. Pages on a GPU are
+copied by torch: on the device thread.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def _check_tensors(src: Mapping[str, torch.Tensor], dst: Mapping[str, torch.Tens
         for side in (tensor, dst[name]):
             if side.device.type not in ("cpu", "cuda"):
                 raise _error(
-                    f"copies in CPU and CUDA memory, but {name} lies on {side.device}; move it there"
+                    f"copies in CPU and CUDA memory; {name} lies on {side.device}: move it there"
                 )
 
 

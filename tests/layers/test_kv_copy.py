@@ -141,7 +141,7 @@ def _elsewhere(arguments: dict[str, Any]) -> None:
         (_without_a_layer, r"one side alone \(model.layers.1.*give both sides the same layers"),
         (_with_another_shape, r"\[2, 3, 2, 4\] and torch.float32 and of shape \[2, 3, 1, 4\]"),
         (_with_another_dtype, r"torch.bfloat16 for model.layers.1.*host_buffers\(\)"),
-        (_elsewhere, "model.layers.1.self_attn.attn lies on meta; move it"),
+        (_elsewhere, "model.layers.1.self_attn.attn lies on meta: move it"),
         (lambda a: a["src_block_ids"].append(3), "got 2 source blocks and 1 targets; give one"),
         (lambda a: a.update(src_block_ids=[7]), "source block 7, but .* blocks 0 to 6 there"),
         (lambda a: a.update(dst_block_ids=[4]), "target block 4, but .* blocks 0 to 3 there"),
