@@ -119,10 +119,7 @@ class LoadJudge(Detector):
         index = self._pages.attention_layers.index(layer)
         kv = self._oracle.kv(load.token_ids)[index][:, :, rank * heads : (rank + 1) * heads]
         size = self._pages.layers[rank][layer].shape[2]
-        first = load.start // size
-        for place, block_id in enumerate(load.block_ids):
-            begin = max(load.start, (first + place) * size)
-            end = min(load.stop, (first + place + 1) * size)
+        for block_id, begin, end in load.parts(size):
             slots = slice(begin % size, begin % size + end - begin)
             yield block_id, slots, np.ascontiguousarray(kv[begin:end]).view(np.int64)
 

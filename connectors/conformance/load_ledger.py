@@ -25,6 +25,8 @@ class Load:
     """Positions [start, stop)."""
     block_ids: tuple[int, ...]
     """Of these positions."""
+    cached_ids: tuple[int, ...]
+    """Of the request's blocks before these, which are there already."""
     hashes: tuple[bytes | None, ...]
     """Of those blocks; None for one that is not full."""
     token_ids: tuple[int, ...]
@@ -44,6 +46,13 @@ class Load:
     def name(self) -> str:
         """For messages."""
         return f"the load of {self.request.request_id}"
+
+    def parts(self, block_size: int) -> Iterator[tuple[int, int, int]]:
+        """(block id, begin, end): which positions come into each block."""
+        first = self.start // block_size
+        for index, block_id in enumerate(self.block_ids, first):
+            begin = max(self.start, index * block_size)
+            yield block_id, begin, min(self.stop, (index + 1) * block_size)
 
 
 class LoadLedger(Detector):
@@ -70,7 +79,7 @@ class LoadLedger(Detector):
     ) -> None:
         self._watch = watch
         self._pool = pool
-        self._block_size = block_size
+        self.block_size = block_size
         self._num_ranks = num_ranks
         self._generation_of = generation_of
         self._asked: dict[str, tuple[int, bool]] = {}
@@ -108,7 +117,7 @@ class LoadLedger(Detector):
 
     def _plan(self, request: Request, table: list[int], num_tokens: int) -> None:
         start, is_async = self._asked.get(request.request_id, (0, False))
-        size = self._block_size
+        size = self.block_size
         stop = start + num_tokens
         blocks = range(start // size, -(-stop // size))
         hashes = request.block_hashes
@@ -120,6 +129,7 @@ class LoadLedger(Detector):
                 start,
                 stop,
                 ids,
+                tuple(table[: blocks.start]),
                 tuple(hashes[i] if i < len(hashes) else None for i in blocks),
                 tuple(request.all_token_ids[:stop]),
                 tuple(self._generation_of(block_id) for block_id in ids),

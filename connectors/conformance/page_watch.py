@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from interlace.connectors.conformance.hook_calls import HookCall
-from interlace.connectors.conformance.load_ledger import LoadLedger
+from interlace.connectors.conformance.load_ledger import Load, LoadLedger
 from interlace.connectors.conformance.pages import Bits, Pages
 from interlace.connectors.conformance.watch import Detector, Watch
 
@@ -96,7 +96,7 @@ class PageWatch(Detector):
                 "layer-loads-complete",
                 f"{writer} wrote to {where}: wait_for_layer_load had returned for that layer.",
             )
-        elif ledger.was_loaded(write.block_id) and write.is_nudge:
+        elif ledger.was_loaded(write.block_id) and write.is_nudge and not self._is_beside(write):
             self._watch.findings.add(
                 "plan-reset",
                 f"{writer} wrote to {where}, again: its load was complete and had ended.",
@@ -106,6 +106,23 @@ class PageWatch(Detector):
                 "loads-write-only-their-blocks",
                 f"{writer} wrote to {where}: no load into that block is under way.",
             )
+
+    def _is_beside(self, write: _Write) -> bool:
+        """Whether a load that goes on went there in place of a target: its request has the block
+        already, and what was to be filled is not."""
+        return any(
+            write.block_id in load.cached_ids and self._lacks_any(load, write)
+            for load in self._ledger.running(write.rank)
+        )
+
+    def _lacks_any(self, load: Load, write: _Write) -> bool:
+        rank, layer, size = write.rank, write.layer, self._ledger.block_size
+        return any(
+            self._pages.is_untouched(
+                rank, layer, target, slice(begin % size, begin % size + end - begin)
+            )
+            for target, begin, end in load.parts(size)
+        )
 
 
 class Painter(Detector):

@@ -68,6 +68,16 @@ class FillsFromTheFirstBlock(MemoryConnector):
             yield LoadBlock(key, block_id)
 
 
+class LoadsTheCachedPrefixAgain(MemoryConnector):
+    """Counts blocks from the first, not from where its promise began: what is cached here is filled
+    with the same once more, and what was promised is not."""
+
+    def blocks_to_load(
+        self, request: Request, block_ids: list[int], start: int, end: int
+    ) -> Iterator[LoadBlock]:
+        yield from super().blocks_to_load(request, block_ids, 0, end - start)
+
+
 class ClearsAllBlocksFirst(MemoryConnector):
     """Zeroes every block of the request before it loads, those of the cached prefix too."""
 
@@ -174,6 +184,10 @@ BROKEN = [
     Broken(ReportsAtTheFirstLayer, "loads-reported-when-done", _ASYNC, seen_in="tokens-hit"),
     Broken(FillsFromTheFirstBlock, "loads-write-only-their-blocks", seen_in="tokens-hit"),
     Broken(FillsFromTheFirstBlock, "loads-write-only-their-blocks", _ASYNC, seen_in="tokens-hit"),
+    Broken(LoadsTheCachedPrefixAgain, "loads-write-only-their-blocks", seen_in="tokens-hit"),
+    Broken(
+        LoadsTheCachedPrefixAgain, "loads-write-only-their-blocks", _ASYNC, seen_in="tokens-hit"
+    ),
     Broken(ClearsAllBlocksFirst, "loads-write-only-their-blocks", seen_in="tokens-hit"),
     Broken(WritesAfterTheReport, "loads-write-only-their-blocks", _ASYNC, seen_in="tokens-hit"),
     Broken(
