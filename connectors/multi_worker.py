@@ -56,6 +56,26 @@ class MultiWorkerSide(KVConnectorBase_V1):
         """What children of this worker reported and nobody waited for."""
         return self._ledger.num_strays
 
+    # ---------------------------------------------------------------- for `interlace check`
+
+    @property
+    def kv_is_synthetic(self) -> bool:  # type: ignore[override]
+        """Whether any child invents KV."""
+        return any(child.connector.kv_is_synthetic for child in self._children)
+
+    @property
+    def store_fault_kinds(self) -> tuple[str, ...]:  # type: ignore[override]
+        """Those that all children have: a block is lost if no child can bring it."""
+        first, *others = [child.connector.store_fault_kinds for child in self._children]
+        return tuple(kind for kind in first if all(kind in kinds for kinds in others))
+
+    def inject_store_fault(self, kind: str, block_hash: bytes) -> set[bytes]:
+        """Damage the block in the store of every child, since any of them may be the one to load.
+        Returns what any of them has lost."""
+        hook = "inject_store_fault"
+        lost = self._each(hook, lambda c: set(c.inject_store_fault(kind, block_hash)))
+        return set().union(*lost)
+
     # ---------------------------------------------------------------- once
 
     @property

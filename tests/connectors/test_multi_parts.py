@@ -43,9 +43,6 @@ def test_every_public_method_of_the_base_is_overridden() -> None:
     sane = {
         "role",
         "lanes",  # each child asks for its own
-        "kv_is_synthetic",
-        "store_fault_kinds",
-        "inject_store_fault",
     }
     names = {name for name in vars(KVConnectorBase_V1) if not name.startswith("_")}
     inherited = {
