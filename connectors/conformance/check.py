@@ -10,11 +10,12 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from interlace.connectors.base import CheckSetup, KVConnectorBase_V1
+from interlace.connectors.base import KVConnectorBase_V1
 from interlace.connectors.conformance.checking import Checker
 from interlace.connectors.conformance.oracle import Oracle
 from interlace.connectors.conformance.properties import BY_ID
 from interlace.connectors.conformance.report import CheckReport
+from interlace.connectors.conformance.setups import Setups
 from interlace.connectors.conformance.stage import Bench
 from interlace.connectors.conformance.stored_truth import StoredTruth
 from interlace.connectors.conformance.subject import Subject, connector_class
@@ -42,7 +43,8 @@ def check_connector(
     """Run a connector through engines with tiny random models, and judge each property.
 
     `connector` is a registered name, "module:Class", or a class. `extra_config` is its
-    `kv_connector_extra_config`; without it, the class's `check_setup` says how to run it.
+    `kv_connector_extra_config`; without it, the class's `check_setup` says how to run it, anew for
+    each run of a scenario.
     `engine_options` are keywords of `EngineConfig` that it cannot do without. `only`: ids of
     properties. `fail_fast` ends the check with the first violation. `progress` is told the property
     of each run before that begins.
@@ -59,16 +61,9 @@ def check_connector(
         )
     began_s = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="interlace-check-") as scratch:
-        setup = _setup(cls, Path(scratch), extra_config, engine_options)
-        subject = Subject(
-            cls=cls,
-            extra_config=setup.extra_config,
-            engine_options=setup.engine_options,
-            role=role,
-            workers=workers,
-            seed=seed,
-        )
-        bench = _bench(subject, scratch)
+        subject = Subject(cls=cls, role=role, workers=workers, seed=seed)
+        setups = Setups(subject, Path(scratch), extra_config, engine_options)
+        bench = _bench(subject, setups, scratch)
         checker = Checker(
             bench,
             deadline_s=deadline_s,
@@ -80,31 +75,12 @@ def check_connector(
     return CheckReport(cls.__name__, seed, workers, tuple(results), _notes(bench), took_s)
 
 
-def _setup(
-    cls: type[KVConnectorBase_V1],
-    scratch: Path,
-    extra_config: Mapping[str, Any] | None,
-    engine_options: Mapping[str, Any] | None,
-) -> CheckSetup:
-    """What was given wins over what the class says. Raises: `ConfigError`."""
-    if extra_config is not None and engine_options is not None:
-        return CheckSetup(dict(extra_config), dict(engine_options))
-    try:
-        own = cls.check_setup(scratch)
-    except Exception as error:
-        raise ConfigError(
-            f"{cls.__name__}.check_setup raised {type(error).__name__}: {error}"
-        ) from error
-    extra = own.extra_config if extra_config is None else dict(extra_config)
-    options = own.engine_options if engine_options is None else dict(engine_options)
-    return CheckSetup(extra, options)
-
-
-def _bench(subject: Subject, scratch: str) -> Bench:
+def _bench(subject: Subject, setups: Setups, scratch: str) -> Bench:
     model = tiny_model(subject.seed, num_kv_heads=max(2, subject.workers))
     nonce, salt = f"~{secrets.token_hex(8)}", f"~{secrets.token_hex(8)}"
     return Bench(
         subject=subject,
+        setups=setups,
         model=model,
         oracle=Oracle(model),
         truth=StoredTruth(),
@@ -121,6 +97,6 @@ def _notes(bench: Bench) -> tuple[str, ...]:
         notes.append("it never loaded: what can be seen of hits alone was not judged")
     if not bench.lane_names:
         notes.append("it uses no lanes: its transfers were seen in one order only")
-    if bench.subject.cls.kv_is_synthetic:
+    if bench.is_synthetic:
         notes.append("its KV is synthetic: protocol, leaks and isolation were judged, not tokens")
     return tuple(notes)

@@ -119,6 +119,7 @@ class Checker:
         if violation.property_id in scenario.adopts and violation.property_id not in violations:
             violation = violation.of(scenario.property_id)
         violations.setdefault(violation.property_id, (violation, where))
+        self._bench.violated.add(violation.property_id)
         if violation.property_id != scenario.property_id:
             self._verdicts.cut_short.setdefault(scenario.property_id, violation.property_id)
 

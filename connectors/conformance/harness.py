@@ -125,7 +125,7 @@ class Harness:
             self.truth,
             answers=self._answers,
             shape=self.shape,
-            synthetic=self.subject.cls.kv_is_synthetic,
+            synthetic=self.is_synthetic,
         )
         self.watch.findings.raise_first()
 
@@ -220,12 +220,15 @@ class Harness:
         output = self._inflight[len(self._executed)]
         self.watch.step, self.watch.step_is_running = output, True
         self.watch.trace.note(f"engine    executes {describe_step(output)}")
-        result: ModelRunnerOutput = self._guarded(lambda: self.parts.runner.launch(output)())
+        result: ModelRunnerOutput = self._guarded(lambda: self._compute(output))
         self.watch.step_is_running = False
         self.detectors.order.end_step(output)
         self.detectors.mutation.end_step(output.step_id)
         self._executed.append(result)
         self.watch.findings.raise_first()
+
+    def _compute(self, output: SchedulerOutput) -> ModelRunnerOutput:
+        return self.parts.runner.launch(output)()
 
     def apply(self) -> None:
         """Apply the oldest step in flight, which was executed. Raises: `Violation`."""
@@ -242,7 +245,7 @@ class Harness:
     def _take(self, request: Request, tokens: Sequence[int]) -> None:
         """Note new tokens. When all are there, compare them with the right ones."""
         self.outputs[request.request_id] += tokens
-        if request.is_finished and not self.subject.cls.kv_is_synthetic:
+        if request.is_finished and not self.is_synthetic:
             self._check_tokens(request)
 
     def _check_tokens(self, request: Request) -> None:
@@ -325,6 +328,16 @@ class Harness:
         return self._threads.alive()
 
     # ---------------------------------------------------------------- the store, the end
+
+    @property
+    def is_synthetic(self) -> bool:
+        """Whether the connector, as it is configured here, invents KV."""
+        return self.parts.worker_sides[0].kv_is_synthetic
+
+    @property
+    def store_fault_kinds(self) -> tuple[str, ...]:
+        """Ways in which its store can be damaged here."""
+        return self.parts.worker_sides[0].store_fault_kinds
 
     @property
     def lost_hashes(self) -> set[bytes]:

@@ -18,7 +18,7 @@ _NAP_S = 0.01
 _NOT_THE_CONNECTORS = (EngineConfig, KVTransferConfig, torch.Tensor, np.ndarray)
 
 
-def check_idle(harness: Harness) -> None:
+def check_idle(harness: Harness, grace_s: float = GRACE_S) -> None:
     """All requests of `harness` have ended. Raises: `Violation`."""
     _check_engine(harness)
     ids = list(harness.requests)
@@ -29,7 +29,7 @@ def check_idle(harness: Harness) -> None:
         harness.add("last", [1], max_tokens=1)
         harness.run()
         remembered = _remembered(harness, ids)
-    deadline_s = time.monotonic() + GRACE_S
+    deadline_s = time.monotonic() + grace_s
     while remembered is not None and harness.has_own_threads and time.monotonic() < deadline_s:
         time.sleep(_NAP_S)
         remembered = _remembered(harness, ids)
@@ -56,7 +56,7 @@ def _check_engine(harness: Harness) -> None:
 
 def _remembered(harness: Harness, ids: list[str]) -> str | None:
     """What a side remembers of these requests."""
-    exempt = [*harness.subject.extra_config.values(), harness.lanes, harness.watch]
+    exempt = [*harness.subject.given_objects, harness.lanes, harness.watch]
     exempt += [harness.scheduler.kv_cache.pool]
     return find_remembered(
         dict(harness.sides), ids, exempt=exempt, exempt_types=_NOT_THE_CONNECTORS

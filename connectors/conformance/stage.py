@@ -12,8 +12,9 @@ from typing import Any
 from interlace.connectors.conformance.engine_shape import EngineShape
 from interlace.connectors.conformance.findings import NotJudged, Trace, Violation
 from interlace.connectors.conformance.harness import Harness
-from interlace.connectors.conformance.idle import check_idle, check_released
+from interlace.connectors.conformance.idle import GRACE_S, check_idle, check_released
 from interlace.connectors.conformance.oracle import Oracle
+from interlace.connectors.conformance.setups import Setups
 from interlace.connectors.conformance.stored_truth import StoredTruth
 from interlace.connectors.conformance.subject import Subject
 from interlace.connectors.conformance.tiny_model import VOCAB_SIZE
@@ -53,6 +54,8 @@ class Bench:
     """What all scenarios of one check share."""
 
     subject: Subject
+    """What is checked, but for its configuration."""
+    setups: Setups
     model: LoadedModel
     oracle: Oracle
     truth: StoredTruth
@@ -64,12 +67,17 @@ class Bench:
     """What is left out of traces."""
     evidence: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
     lane_names: set[str] = dataclasses.field(default_factory=set)
+    is_synthetic: bool = False
+    """Whether the connector invents KV."""
+    violated: set[str] = dataclasses.field(default_factory=set)
+    """Ids of properties of which a violation was found."""
 
     def note(self, harness: Harness) -> None:
         """Add what was seen in one engine."""
         seen = harness.watch.evidence
         self.evidence += seen
         self.lane_names |= harness.lanes.names
+        self.is_synthetic |= harness.is_synthetic
         self.evidence["promises"] += seen["held"] + seen["async loads"]
         if harness.lanes.names:
             self.evidence["async loads on lanes"] += seen["async loads"]
@@ -81,12 +89,15 @@ class Stage:
     """For one run of one scenario."""
 
     def __init__(self, bench: Bench, scenario: Scenario, variant: Variant) -> None:
+        """Raises: `ConfigError`."""
         self.bench = bench
-        self.subject = bench.subject
+        self.subject = bench.setups.next()
         self.variant = variant
         self.scenario = scenario
         self.harness: Harness | None = None
         """The engine that is open, or was last."""
+        self._seen: collections.Counter[str] = collections.Counter()
+        """In all engines of this run."""
         self._random = random.Random(f"{bench.subject.seed} {scenario.property_id} {variant}")
 
     @property
@@ -110,10 +121,12 @@ class Stage:
             yield harness
             harness.run()
             self._check_ends(harness)
-            check_idle(harness)
+            check_idle(harness, self._grace_s("idle-at-the-end"))
             harness.close()
-            check_released(harness)
+            if "shutdown-releases" not in self.bench.violated:
+                check_released(harness)
         finally:
+            self._seen += harness.watch.evidence
             self.bench.note(harness)
             with contextlib.suppress(Violation):
                 harness.close()
@@ -127,7 +140,7 @@ class Stage:
             **shape,
         }
         self.harness = Harness(
-            bench.subject,
+            self.subject,
             bench.model,
             bench.oracle,
             shape=EngineShape(**wanted),
@@ -138,6 +151,11 @@ class Stage:
             token_property=self.scenario.property_id,
         )
         return self.harness
+
+    def _grace_s(self, property_id: str) -> float:
+        """How long to wait for threads of the connector before that property is violated: what was
+        waited for in vain is not waited for again."""
+        return 0.0 if property_id in self.bench.violated else GRACE_S
 
     def _check_ends(self, harness: Harness) -> None:
         """Nothing ends with an error unless something was damaged."""
@@ -168,8 +186,7 @@ class Stage:
 
     def need(self, evidence: str, why: str) -> None:
         """Go on only if this run has seen something of the kind. Raises: `NotJudged`."""
-        assert self.harness is not None
-        if not self.harness.watch.evidence[evidence]:
+        if not self._seen[evidence]:
             raise NotJudged(why)
 
     def need_loads(self) -> None:
@@ -180,5 +197,5 @@ class Stage:
 
     def need_right_kv(self) -> None:
         """Raises: `NotJudged` for a connector that invents KV."""
-        if self.subject.cls.kv_is_synthetic:
+        if self.bench.is_synthetic:
             raise NotJudged("its KV is synthetic, so tokens cannot be right")

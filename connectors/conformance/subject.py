@@ -27,6 +27,17 @@ class Subject:
         """The class's."""
         return self.cls.__name__
 
+    @property
+    def given_objects(self) -> list[object]:
+        """What its configuration holds, at any depth: stores and such, which are the caller's."""
+        found: list[object] = [self.extra_config]
+        for each in found:  # grows meanwhile
+            if isinstance(each, dict):
+                found += each.values()
+            elif isinstance(each, list | tuple):
+                found += each
+        return found
+
     def transfer_config(self, failure_policy: str) -> KVTransferConfig:
         """What its constructor finds as `kv_transfer_config`."""
         return KVTransferConfig(

@@ -12,14 +12,13 @@ _BLOCKS = 4
 def _exact(stage: Stage) -> None:
     """Each kind of damage, to the first, a middle, the last and to two blocks of a prompt, under
     both policies."""
-    kinds = stage.subject.cls.store_fault_kinds
-    if not kinds:
-        raise NotJudged("it declares no store_fault_kinds")
     places = [(0,), (1, 2)] if stage.variant.depth == 1 else [(1,), (_BLOCKS - 1,)]
     num_met = 0
     for policy in ("recompute", "fail"):
         with stage.engine(failure_policy=policy) as engine:
-            for number, kind in enumerate(kinds):
+            if not engine.store_fault_kinds:
+                raise NotJudged("it declares no store_fault_kinds")
+            for number, kind in enumerate(engine.store_fault_kinds):
                 for damaged in places:
                     when_planned = (number + damaged[0]) % 2 == 0
                     _fail(stage, engine, kind, damaged, when_planned=when_planned)

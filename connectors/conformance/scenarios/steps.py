@@ -33,7 +33,7 @@ def _check_silence(engine: Harness, ended: list[Request]) -> None:
     way = find_remembered(
         {"metadata": engine.newest_output.kv_connector_metadata},
         marks,
-        exempt=engine.subject.extra_config.values(),
+        exempt=engine.subject.given_objects,
         exempt_types=(EngineConfig,),
     )
     if way is not None:
