@@ -87,7 +87,7 @@ def test_a_prompt_from_the_environment_is_read_when_told(
     ("args", "said"),
     [
         (("--temperature", "-1"), "temperature must be a number from 0"),
-        (("--device", "tpu"), "device 'tpu' is not supported"),
+        (("--device", "tpu"), "device must be one of"),
         (("--stop", ""), "each stop must be a string"),
     ],
 )
