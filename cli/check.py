@@ -53,6 +53,10 @@ Only = Annotated[
     list[str] | None,
     typer.Option("--only", metavar="ID", help="Judge this property alone; may be repeated."),
 ]
+Quick = Annotated[
+    bool,
+    typer.Option("--quick", help="Play each scenario in one of its ways, not in all of them."),
+]
 
 
 def check(
@@ -62,6 +66,7 @@ def check(
     workers: Workers = 1,
     seed: Seed = 0,
     only: Only = None,
+    quick: Quick = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the report as JSON on standard output.")
     ] = False,
@@ -74,7 +79,13 @@ def check(
     extra_config = _extra_config(config)
     logging.getLogger("interlace").addHandler(logging.NullHandler())
     report = _checked(
-        connector, extra_config, role=role, workers=workers, seed=seed, only=tuple(only or ())
+        connector,
+        extra_config,
+        role=role,
+        workers=workers,
+        seed=seed,
+        only=tuple(only or ()),
+        quick=quick,
     )
     if as_json:
         sys.stdout.write(report.to_json())

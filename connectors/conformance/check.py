@@ -36,6 +36,7 @@ def check_connector(
     seed: int = 0,
     role: KVRole = "kv_both",
     only: Collection[str] = (),
+    quick: bool = False,
     fail_fast: bool = False,
     deadline_s: float = DEADLINE_S,
     progress: Callable[[str], None] | None = None,
@@ -46,8 +47,9 @@ def check_connector(
     `kv_connector_extra_config`; without it, the class's `check_setup` says how to run it, anew for
     each run of a scenario.
     `engine_options` are keywords of `EngineConfig` that it cannot do without. `only`: ids of
-    properties. `fail_fast` ends the check with the first violation. `progress` is told the property
-    of each run before that begins.
+    properties. `quick` plays each scenario in one of its two to four ways, in turns; another `seed`
+    begins with another way. `fail_fast` ends the check with the first violation. `progress` is told
+    the property of each run before that begins.
 
     Blocks for seconds; runs threads of its own, one at a time, and leaves one behind only if a
     hook never returns. Raises: `ConfigError` if there is no such connector or property, or it
@@ -67,12 +69,14 @@ def check_connector(
         checker = Checker(
             bench,
             deadline_s=deadline_s,
+            quick=quick,
             fail_fast=fail_fast,
             advance=progress or (lambda property_id: None),
         )
         results = checker.run(only)
     took_s = time.monotonic() - began_s
-    return CheckReport(cls.__name__, seed, workers, tuple(results), _notes(bench), took_s)
+    notes = _notes(bench, quick=quick)
+    return CheckReport(cls.__name__, seed, workers, tuple(results), notes, took_s)
 
 
 def _bench(subject: Subject, setups: Setups, scratch: str) -> Bench:
@@ -91,8 +95,8 @@ def _bench(subject: Subject, setups: Setups, scratch: str) -> Bench:
     )
 
 
-def _notes(bench: Bench) -> tuple[str, ...]:
-    notes = []
+def _notes(bench: Bench, *, quick: bool) -> tuple[str, ...]:
+    notes = ["each scenario was played in one way only, since it had to be quick"] if quick else []
     if not bench.evidence["loaded tokens"]:
         notes.append("it never loaded: what can be seen of hits alone was not judged")
     if not bench.lane_names:

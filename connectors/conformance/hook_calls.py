@@ -78,6 +78,8 @@ class HookCall:
     kwargs: Mapping[str, Any]
     answer: Any = None
     error: Exception | None = None
+    is_inherited: bool = False
+    """Whether the base class's own method is called, which touches no pages."""
     has_line: bool = False
     """Whether a trace tells of its beginning."""
 

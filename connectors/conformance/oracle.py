@@ -19,7 +19,9 @@ TOLERANCE = 1e-9
 """Of float64 KV that was computed in batches of another shape."""
 
 KV = NDArray[np.float64]
-_MAX_KEPT = 2000
+_MAX_KEPT = 500
+_HEAD = 4
+"""Tokens by which sequences are found; shorter ones have to be equal."""
 
 
 class Best(NamedTuple):
@@ -37,14 +39,17 @@ class _Answers(NamedTuple):
 
 
 class Oracle:
-    """Right answers for one model. Keeps the newest ones; one thread."""
+    """Right answers for one model. Keeps the newest ones, which serve for what they begin with too;
+    one thread."""
 
     def __init__(self, model: LoadedModel) -> None:
         self._model = model
         self._kept: collections.OrderedDict[tuple[int, ...], _Answers] = collections.OrderedDict()
+        self._by_head: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
+        """First tokens -> what is kept that begins with them."""
 
     def kv(self, token_ids: Sequence[int]) -> tuple[KV, ...]:
-        """Per layer [tokens, 2, kv heads, head dim]: K and V of each token."""
+        """Per layer [tokens, 2, kv heads, head dim]: K and V of these tokens and maybe of more."""
         return self._of(tuple(token_ids)).kv
 
     def after_each(self, prompt: Sequence[int], answer: Sequence[int]) -> list[Best]:
@@ -52,14 +57,25 @@ class Oracle:
         if not answer:
             return []
         best = self._of((*prompt, *answer[:-1])).best
-        return list(best[len(prompt) - 1 :])
+        return list(best[len(prompt) - 1 : len(prompt) + len(answer) - 1])
 
     def _of(self, key: tuple[int, ...]) -> _Answers:
-        if key not in self._kept:
-            self._kept[key] = self._compute(key)
-            if len(self._kept) > _MAX_KEPT:
-                self._kept.popitem(last=False)
+        head = key[:_HEAD]
+        for kept in self._by_head.get(head, ()):
+            if kept[: len(key)] == key:
+                return self._kept[kept]
+        self._kept[key] = self._compute(key)
+        self._by_head.setdefault(head, []).append(key)
+        if len(self._kept) > _MAX_KEPT:
+            self._forget_oldest()
         return self._kept[key]
+
+    def _forget_oldest(self) -> None:
+        key, _ = self._kept.popitem(last=False)
+        alike = self._by_head[key[:_HEAD]]
+        alike.remove(key)
+        if not alike:
+            del self._by_head[key[:_HEAD]]
 
     @torch.inference_mode()
     def _compute(self, key: tuple[int, ...]) -> _Answers:

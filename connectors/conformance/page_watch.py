@@ -30,17 +30,24 @@ class PageWatch(Detector):
         self._watch = watch
         self._pages = pages
         self._ledger = ledger
+        self._places = [
+            (rank, name, bits)
+            for rank, layers in enumerate(pages.layers)
+            for name, bits in layers.items()
+        ]
         self._seen = self._look()
         self._writers: list[str] = []
         """Who runs, the innermost last."""
 
     def before(self, call: HookCall) -> None:
         """See `Detector`."""
-        self._enter(f"{call.connector}.{call.hook}")
+        if not call.is_inherited:
+            self._enter(f"{call.connector}.{call.hook}")
 
     def after(self, call: HookCall) -> None:
         """See `Detector`."""
-        self._leave()
+        if not call.is_inherited:
+            self._leave()
 
     def before_work(self, label: str) -> None:
         """See `Detector`."""
@@ -61,11 +68,9 @@ class PageWatch(Detector):
         if self._writers:
             self._compare(self._writers.pop())
 
-    def _look(self) -> list[dict[str, bytes]]:
+    def _look(self) -> list[bytes]:
         """All pages: copies of bytes are what can be made and compared fastest."""
-        return [
-            {name: bits.tobytes() for name, bits in layers.items()} for layers in self._pages.layers
-        ]
+        return [bits.tobytes() for _, _, bits in self._places]
 
     def _compare(self, writer: str) -> None:
         now = self._look()
@@ -74,16 +79,14 @@ class PageWatch(Detector):
                 self._judge(write, writer)
         self._seen = now
 
-    def _writes(self, now: list[dict[str, bytes]]) -> Iterator[_Write]:
-        for rank, layers in enumerate(now):
-            for name, found in layers.items():
-                before = self._seen[rank][name]
-                if found == before:
-                    continue
-                shape = (len(self._pages.layers[rank][name]), -1)
-                changes = _numbers(found, shape) ^ _numbers(before, shape)
-                for block_id in np.flatnonzero(changes.any(axis=1)).tolist():
-                    yield _Write(rank, name, block_id, _is_nudge(changes[block_id]))
+    def _writes(self, now: list[bytes]) -> Iterator[_Write]:
+        for (rank, name, bits), found, before in zip(self._places, now, self._seen, strict=True):
+            if found == before:
+                continue
+            shape = (len(bits), -1)
+            changes = _numbers(found, shape) ^ _numbers(before, shape)
+            for block_id in np.flatnonzero(changes.any(axis=1)).tolist():
+                yield _Write(rank, name, block_id, _is_nudge(changes[block_id]))
 
     def _judge(self, write: _Write, writer: str) -> None:
         ledger = self._ledger

@@ -7,12 +7,11 @@ would take an exception for the connector's own.
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 from interlace.connectors.conformance.findings import Findings, Trace
 from interlace.connectors.conformance.hook_calls import HookCall
-from interlace.engine.kv_connector import KVConnectorRole
 from interlace.engine.scheduler_output import SchedulerOutput
 
 
@@ -67,21 +66,12 @@ class Watch:
         """Of the newest step that the workers were given; 0 before the first."""
         return 0 if self.step is None else self.step.step_id
 
-    def call(
-        self,
-        role: KVConnectorRole,
-        rank: int,
-        connector: str,
-        hook: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-    ) -> Any:
-        """Call a hook. Raises: what it raises."""
-        call = HookCall(role, rank, connector, hook.__name__, args, kwargs)
+    def call(self, call: HookCall, hook: Callable[..., Any]) -> Any:
+        """Make the call. Raises: what `hook` raises."""
         self._tell("before", call.hook, call)
         self.calls.append(call)
         try:
-            call.answer = hook(*args, **kwargs)
+            call.answer = hook(*call.args, **call.kwargs)
         except Exception as error:
             call.error = error
             raise
@@ -107,12 +97,12 @@ class Watch:
 
     def _tell(self, moment: str, hook: str, what: object) -> None:
         """What comes after the first finding may follow from it: nobody is told any more."""
-        key = (moment, hook)
-        if key not in self._told:
+        listeners = self._told.get((moment, hook))
+        if listeners is None:
             told = [one for one in self.detectors if _listens(one, moment, hook)]
-            self._told[key] = tuple(getattr(one, moment) for one in told)
+            listeners = self._told[moment, hook] = tuple(getattr(one, moment) for one in told)
         try:
-            for listener in self._told[key]:
+            for listener in listeners:
                 if self.findings:
                     return
                 listener(what)

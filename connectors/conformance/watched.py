@@ -6,12 +6,16 @@ that class.
 
 from __future__ import annotations
 
-import functools
 import types
 from typing import Any
 
 from interlace.connectors.base import KVConnectorBase_V1
-from interlace.connectors.conformance.hook_calls import BOTH_HOOKS, SCHEDULER_HOOKS, WORKER_HOOKS
+from interlace.connectors.conformance.hook_calls import (
+    BOTH_HOOKS,
+    SCHEDULER_HOOKS,
+    WORKER_HOOKS,
+    HookCall,
+)
 from interlace.connectors.conformance.watch import Watch
 from interlace.connectors.factory import KVConnectorFactory
 from interlace.engine.config import EngineConfig, KVTransferConfig
@@ -41,24 +45,17 @@ class _Watched:
         if name not in _HOOKS[role] or not callable(found):
             return found
         watch, rank, connector = self._watch, self._rank, type(self._real).__name__
+        own = getattr(found, "__func__", None)
+        is_inherited = own is getattr(KVConnectorBase_V1, name, found)
 
-        def call(self: object, *args: Any, **kwargs: Any) -> Any:
-            return watch.call(role, rank, connector, named, args, kwargs)
+        def called(self: object, *args: Any, **kwargs: Any) -> Any:
+            call = HookCall(role, rank, connector, name, args, kwargs, is_inherited=is_inherited)
+            return watch.call(call, found)
 
-        named = _named(found, name)
-        call.__name__ = name
-        hook = types.MethodType(call, self)
+        called.__name__ = name  # what it is asked for: a class may say `one = another`
+        hook = types.MethodType(called, self)
         self.__dict__[name] = hook
         return hook
-
-
-def _named(hook: Any, name: str) -> Any:
-    """`hook` under the name by which it was asked for: a class may say `one = another`."""
-    if getattr(hook, "__name__", None) == name:
-        return hook
-    named = functools.partial(hook)
-    named.__name__ = name  # type: ignore[attr-defined]
-    return named
 
 
 def watched(real: KVConnectorBase_V1, rank: int, watch: Watch) -> KVConnectorBase_V1:

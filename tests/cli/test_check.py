@@ -74,6 +74,12 @@ def test_json_has_standard_output_to_itself(module: str) -> None:
     assert said["seed"] == 3
 
 
+def test_a_quick_check_says_that_it_was_one(module: str) -> None:
+    code, out, _ = run(f"{module}:Right", *ONLY, "--quick")
+    assert code == 0, out
+    assert "note    each scenario was played in one way only" in out
+
+
 def test_two_workers(module: str) -> None:
     code, out, _ = run(f"{module}:Right", *ONLY, "--workers", "2")
     assert code == 0, out

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import threading
 import time
@@ -22,6 +23,7 @@ from interlace.connectors.conformance import (
     checking,
 )
 from interlace.connectors.conformance.scenarios import SCENARIOS
+from interlace.connectors.conformance.stage import Stage
 from interlace.connectors.multi_connector import MultiConnector
 from interlace.engine.kv_connector import KVConnectorRole
 
@@ -86,6 +88,24 @@ def test_one_property_alone_is_seen_in_all_orders_of_lanes(only: str) -> None:
     report = check_connector(MemoryConnector, extra, only=(only,), progress=played.append)
     assert report.result(only).verdict == "ok", "\n".join(report.lines())
     assert len(played) == {"transfers-in-any-order": 2, "tokens-full-hit": 4}[only]
+
+
+@pytest.mark.parametrize(("seed", "depths"), [(0, [1, 2]), (1, [2, 1])])
+def test_a_quick_check_plays_each_scenario_once_in_turns(
+    seed: int, depths: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    few = [one for one in SCENARIOS if one.property_id in ("plan-reset", "reset-forgets")]
+    played: list[int] = []
+
+    def note(stage: Stage) -> None:
+        played.append(stage.variant.depth)
+
+    few = [dataclasses.replace(one, play=note) for one in few]
+    monkeypatch.setattr(checking, "SCENARIOS", tuple(few))
+    report = check_connector("ScriptedConnector", quick=True, seed=seed)
+    assert played == depths
+    assert report.result("plan-reset").verdict == "ok"
+    assert any("in one way only" in note for note in report.notes)
 
 
 def test_a_connector_without_lanes_has_one_order() -> None:
