@@ -141,7 +141,7 @@ def test_full_hits(load_async: bool, save_async: bool, depth: int) -> None:
 @every_way
 def test_random_traffic(load_async: bool, save_async: bool, depth: int) -> None:
     """Tiny pools, chunks, shared prefixes, aborts at any moment, stores that fail."""
-    for seed in range(6):
+    for seed in range(4):
         store = MemoryStore()
         for again in range(3):
             _traffic(store, random.Random(f"{seed} {again}"), seed, load_async, save_async, depth)
