@@ -6,6 +6,7 @@ from interlace.connectors.conformance.call_order import CallOrder
 from interlace.connectors.conformance.engine_shape import EngineShape
 from interlace.connectors.conformance.hold_ups import HoldUps
 from interlace.connectors.conformance.lawful_answers import LawfulAnswers
+from interlace.connectors.conformance.load_examiner import LoadExaminer
 from interlace.connectors.conformance.load_judge import LoadJudge
 from interlace.connectors.conformance.load_ledger import LoadLedger
 from interlace.connectors.conformance.mutation import MetadataCleared, Mutation
@@ -48,7 +49,8 @@ class Detectors:
             watch, pool, block_size=size, num_ranks=num_ranks, generation_of=pages.generation_of
         )
         self.reports = ReportWatch(watch, self.ledger, num_ranks, pages.generation_of)
-        self.judge = LoadJudge(watch, pages, self.ledger, oracle, truth, synthetic=synthetic)
+        examiner = LoadExaminer(watch, pages, oracle, synthetic=synthetic)
+        self.judge = LoadJudge(watch, pages, self.ledger, examiner, truth)
         self.promises = Promises(watch, truth, size, pages.generation_of)
         told: list[Detector] = [
             answers,

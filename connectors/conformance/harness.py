@@ -19,13 +19,15 @@ from interlace.connectors.conformance.engine_shape import EngineShape
 from interlace.connectors.conformance.findings import Trace, Violation
 from interlace.connectors.conformance.hook_calls import describe_step
 from interlace.connectors.conformance.lawful_answers import LawfulAnswers
-from interlace.connectors.conformance.oracle import MIN_MARGIN, Oracle
+from interlace.connectors.conformance.oracle import Oracle
 from interlace.connectors.conformance.pages import Pages
 from interlace.connectors.conformance.parts import Parts, open_parts
 from interlace.connectors.conformance.stalls import Stalls, ThreadsSince
+from interlace.connectors.conformance.store_damage import StoreDamage
 from interlace.connectors.conformance.stored_truth import StoredTruth
 from interlace.connectors.conformance.subject import Subject, connector_class
 from interlace.connectors.conformance.tiny_model import tiny_model
+from interlace.connectors.conformance.token_judge import TokenJudge
 from interlace.connectors.conformance.watch import Watch
 from interlace.connectors.conformance.watched_lanes import WatchedLanes
 from interlace.engine.config import KVRole
@@ -70,7 +72,7 @@ class Harness:
         """Of the newest step that was planned."""
         self._nonce = nonce
         self._salt = salt
-        self._token_property = token_property
+        self._tokens = TokenJudge(self.watch, oracle, token_property)
         self._inflight: collections.deque[SchedulerOutput] = collections.deque()
         self._executed: collections.deque[ModelRunnerOutput] = collections.deque()
         """Results of the oldest steps in flight."""
@@ -111,6 +113,7 @@ class Harness:
         except Exception:
             self.watch.findings.raise_first()
             raise
+        self._store = StoreDamage(self.watch, self.parts.worker_sides)
         self.scheduler = self.parts.scheduler
         self.block_size = self.scheduler.kv_cache.block_size
         pages = Pages(self.parts.pages, self.truth.paint_numbers)
@@ -243,25 +246,10 @@ class Harness:
         self.watch.findings.raise_first()
 
     def _take(self, request: Request, tokens: Sequence[int]) -> None:
-        """Note new tokens. When all are there, compare them with the right ones."""
+        """Note new tokens. When all are there, judge them."""
         self.outputs[request.request_id] += tokens
         if request.is_finished and not self.is_synthetic:
-            self._check_tokens(request)
-
-    def _check_tokens(self, request: Request) -> None:
-        found = self.outputs[request.request_id]
-        right = self.oracle.after_each(request.prompt_token_ids, found)
-        self.watch.evidence["tokens"] += len(found)
-        for place, (token_id, best) in enumerate(zip(found, right, strict=True)):
-            if token_id == best.token_id:
-                continue
-            if best.margin > MIN_MARGIN:
-                self.watch.findings.add(
-                    self._token_property,
-                    f"token {place} of {request.request_id} is {token_id}, but {best.token_id} is"
-                    " right.",
-                )
-            return  # what follows a tie may be anything
+            self._tokens.judge(request, self.outputs[request.request_id])
 
     def _guarded(self, call: Any) -> Any:
         """What `call` returns. Raises: `Violation`, also for what the engine raises itself."""
@@ -337,7 +325,7 @@ class Harness:
     @property
     def store_fault_kinds(self) -> tuple[str, ...]:
         """Ways in which its store can be damaged here."""
-        return self.parts.worker_sides[0].store_fault_kinds
+        return self._store.kinds
 
     @property
     def lost_hashes(self) -> set[bytes]:
@@ -351,25 +339,13 @@ class Harness:
         """
         probe = self._request("damage", prompt, 1, salt)
         block_hash = probe.block_hashes[index]
-        lost: set[bytes] = set()
-        for side in self.parts.worker_sides:
-            lost |= self._lost_by(side, kind, block_hash)
+        lost = self._store.inject(kind, block_hash)
         self.lost_hashes.update(lost)
         self._answers.loads_may_raise |= bool(lost)
         self.watch.trace.note(
             f"engine    damages block {index} in the store: {kind}, {len(lost)} blocks are lost"
         )
         return bool(lost)
-
-    def _lost_by(self, side: KVConnectorBase_V1, kind: str, block_hash: bytes) -> set[bytes]:
-        try:
-            return set(side.inject_store_fault(kind, block_hash))
-        except Exception as error:
-            name = f"{self.subject.name}.inject_store_fault({kind!r})"
-            message = f"{name} raised {type(error).__name__}: {error}"
-            self.watch.findings.add("hooks-do-not-raise", message)
-            self.watch.findings.raise_first()
-            raise
 
     def reset_prefix_cache(self, *, reset_connector: bool = False) -> bool:
         """Let the engine forget its cached blocks; nothing may be under way."""

@@ -1,27 +1,13 @@
-"""Compares what loads bring with what is right, at the moments that the protocol names."""
+"""Judges what loads have brought, at the moments that the protocol names."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import NamedTuple
-
-import numpy as np
-
 from interlace.connectors.conformance.hook_calls import HookCall
+from interlace.connectors.conformance.load_examiner import LoadExaminer, Suspect
 from interlace.connectors.conformance.load_ledger import Load, LoadLedger
-from interlace.connectors.conformance.oracle import Oracle
-from interlace.connectors.conformance.pages import Bits, Content, Pages
+from interlace.connectors.conformance.pages import Content, Pages
 from interlace.connectors.conformance.stored_truth import StoredTruth
 from interlace.connectors.conformance.watch import Detector, Watch
-
-
-class _Suspect(NamedTuple):
-    """A block that was not right when it had to be."""
-
-    layer: str
-    content: Content
-    painted: frozenset[int]
-    """Numbers of the paint in it."""
 
 
 class LoadJudge(Detector):
@@ -44,19 +30,15 @@ class LoadJudge(Detector):
         watch: Watch,
         pages: Pages,
         ledger: LoadLedger,
-        oracle: Oracle,
+        examiner: LoadExaminer,
         truth: StoredTruth,
-        *,
-        synthetic: bool,
     ) -> None:
-        """`synthetic`: what is loaded is invented, and only has to be there."""
         self._truth = truth
         self._watch = watch
         self._pages = pages
         self._ledger = ledger
-        self._oracle = oracle
-        self._synthetic = synthetic
-        self._suspects: dict[tuple[Load, int, int], _Suspect] = {}
+        self._examiner = examiner
+        self._suspects: dict[tuple[Load, int, int], Suspect] = {}
         """(load, rank, block id) -> what was wrong with it first."""
         self._received: dict[int, list[Load]] = {}
         """Rank -> loads that the last `get_finished` reported."""
@@ -97,31 +79,9 @@ class LoadJudge(Detector):
             for layer in self._pages.attention_layers:
                 self._examine(load, call.rank, layer)
 
-    # ---------------------------------------------------------------- looking
-
     def _examine(self, load: Load, rank: int, layer: str) -> None:
-        """Note the blocks whose layer is not right."""
-        for block_id, tokens, right in self._parts(load, rank, layer):
-            if self._synthetic:
-                is_bad = self._pages.is_untouched(rank, layer, block_id, tokens)
-                content = Content.UNTOUCHED if is_bad else Content.RIGHT
-            else:
-                content = self._pages.look(rank, layer, block_id, tokens, right)
-            self._watch.evidence["compared blocks"] += 1
-            if content is not Content.RIGHT:
-                painted = self._pages.painted_generations(rank, layer, block_id, tokens)
-                suspect = _Suspect(layer, content, frozenset(painted))
-                self._suspects.setdefault((load, rank, block_id), suspect)
-
-    def _parts(self, load: Load, rank: int, layer: str) -> Iterator[tuple[int, slice, Bits]]:
-        """(block id, its slots, what belongs there) of a load."""
-        heads = self._pages.layers[rank][layer].shape[3]
-        index = self._pages.attention_layers.index(layer)
-        kv = self._oracle.kv(load.token_ids)[index][:, :, rank * heads : (rank + 1) * heads]
-        size = self._pages.layers[rank][layer].shape[2]
-        for block_id, begin, end in load.parts(size):
-            slots = slice(begin % size, begin % size + end - begin)
-            yield block_id, slots, np.ascontiguousarray(kv[begin:end]).view(np.int64)
+        for block_id, suspect in self._examiner.suspects(load, rank, layer):
+            self._suspects.setdefault((load, rank, block_id), suspect)
 
     # ---------------------------------------------------------------- judging
 
@@ -176,7 +136,7 @@ class LoadJudge(Detector):
         )
 
     def _not_right(
-        self, load: Load, block_id: int, suspect: _Suspect, *, is_lost: bool, rank: int
+        self, load: Load, block_id: int, suspect: Suspect, *, is_lost: bool, rank: int
     ) -> None:
         when = "was reported as received" if load.is_async else "had been waited for"
         what = f"block {block_id} of {load.name} {when}, but in {suspect.layer}"
@@ -187,25 +147,16 @@ class LoadJudge(Detector):
             how = "not all of it was in place"
         elif suspect.content is Content.PAINTED:
             property_id, how = self._explain_paint(load, block_id, suspect)
-        elif self._is_of_another_rank(load, block_id, suspect.layer, rank):
+        elif self._examiner.is_of_another_rank(load, block_id, suspect.layer, rank):
             property_id, how = "workers-agree", "it holds the KV heads of another worker"
         else:
             property_id, how = "loaded-kv-right", "it holds other KV than that of its tokens"
         self._watch.findings.add(property_id, f"{what} {how}.")
 
-    def _explain_paint(self, load: Load, block_id: int, suspect: _Suspect) -> tuple[str, str]:
+    def _explain_paint(self, load: Load, block_id: int, suspect: Suspect) -> tuple[str, str]:
         """Whether it was copied before its KV was there, or when that was there no more."""
         block_hash = load.hashes[load.block_ids.index(block_id)]
         homes = self._truth.homes.get(block_hash or b"", set())
         if suspect.painted <= homes:
             return "saves-visible-when-whole", "it holds what was saved before it was computed"
         return "saves-fenced", "it holds what was read from a block that had been handed on"
-
-    def _is_of_another_rank(self, load: Load, block_id: int, layer: str, rank: int) -> bool:
-        others = [other for other in range(len(self._pages.layers)) if other != rank]
-        return any(
-            self._pages.look(rank, layer, found, tokens, right) is Content.RIGHT
-            for other in others
-            for found, tokens, right in self._parts(load, other, layer)
-            if found == block_id
-        )
