@@ -3,7 +3,8 @@
 An engine makes two instances of one class, first the WORKER and then the SCHEDULER, both on the
 device thread, where it shuts both down again. Between those two calls the one in the role SCHEDULER
 is called on the event loop (but for the handshake and `get_finished_count`, before the first step),
-the one in the role WORKER on the device thread; what passes between them is metadata and outputs. Scheduler-side methods must return at once: no file I/O, no waiting.
+the one in the role WORKER on the device thread; what passes between them is metadata and outputs.
+Scheduler-side methods must return at once: no file I/O, no waiting.
 When a method breaks its contract or raises, the error belongs to one request if the method was
 called for that request alone and nothing else depends on it (`get_num_new_matched_tokens`,
 `request_finished`); all else ends the engine with a `ConnectorError` that names the connector and
@@ -16,7 +17,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from interlace.engine.config import EngineConfig
 from interlace.engine.errors import ConfigError, ConnectorError
@@ -107,11 +108,12 @@ class KVConnectorBase_V1(ABC):  # noqa: N801 - the protocol's name
     `inject_store_fault`.
     """
 
-    kv_is_synthetic: ClassVar[bool] = False
+    kv_is_synthetic: bool = False
     """Whether loaded KV is invented, so that answers cannot be right: `interlace check` then looks
-    at protocol, leaks and isolation only."""
-    store_fault_kinds: ClassVar[tuple[str, ...]] = ()
-    """Ways in which `inject_store_fault` can damage what is stored."""
+    at protocol, leaks and isolation only. Of the class, or of an instance: the worker side is
+    asked."""
+    store_fault_kinds: tuple[str, ...] = ()
+    """Ways in which `inject_store_fault` can damage what is stored; as above."""
 
     def __init__(
         self,
@@ -411,8 +413,8 @@ class KVConnectorBase_V1(ABC):  # noqa: N801 - the protocol's name
     def check_setup(cls, scratch: Path) -> CheckSetup:
         """What `interlace check` runs the connector with if it is given no configuration.
 
-        `scratch` is an empty folder, removed afterwards; each check of the connector has one, and
-        its engines share it one after another. An extension of the protocol.
+        `scratch` is an empty folder, removed afterwards; each run of a scenario has one, and its
+        engines share it one after another. An extension of the protocol.
         """
         return CheckSetup()
 

@@ -24,7 +24,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from interlace.connectors.base import CheckSetup, KVConnectorBase_V1
 from interlace.connectors.example_faults import FAULT_KINDS, damage
@@ -83,7 +83,7 @@ class ExampleConnector(KVConnectorBase_V1):
     See the base class for when each method is called and what it must not do.
     """
 
-    store_fault_kinds: ClassVar[tuple[str, ...]] = FAULT_KINDS
+    store_fault_kinds = FAULT_KINDS
 
     def __init__(
         self,
