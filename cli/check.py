@@ -5,6 +5,7 @@ Parses options and prints; `interlace.connectors.conformance` checks. Imports no
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import sys
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 _COLOURS = {"ok": typer.colors.GREEN, "FAILED": typer.colors.RED, "skipped": typer.colors.YELLOW}
 MAX_WORKERS = 8
+MAX_SEED = 2**63 - 1
 
 Connector = Annotated[
     str,
@@ -47,7 +49,10 @@ Workers = Annotated[
     typer.Option("--workers", min=1, max=MAX_WORKERS, help="Workers that share the KV heads."),
 ]
 Seed = Annotated[
-    int, typer.Option("--seed", min=0, help="Of weights, prompts and the order of transfers.")
+    int,
+    typer.Option(
+        "--seed", min=0, max=MAX_SEED, help="Of weights, prompts and the order of transfers."
+    ),
 ]
 Only = Annotated[
     list[str] | None,
@@ -78,15 +83,16 @@ def check(
     """
     extra_config = _extra_config(config)
     logging.getLogger("interlace").addHandler(logging.NullHandler())
-    report = _checked(
-        connector,
-        extra_config,
-        role=role,
-        workers=workers,
-        seed=seed,
-        only=tuple(only or ()),
-        quick=quick,
-    )
+    with contextlib.redirect_stdout(sys.stderr):  # what a connector prints is no part of a report
+        report = _checked(
+            connector,
+            extra_config,
+            role=role,
+            workers=workers,
+            seed=seed,
+            only=tuple(only or ()),
+            quick=quick,
+        )
     if as_json:
         sys.stdout.write(report.to_json())
     else:

@@ -26,6 +26,9 @@ from interlace.engine.errors import ConfigError
 DEADLINE_S = 30.0
 """For each run of a scenario; the usual one takes a fraction of a second."""
 
+MAX_SEED = 2**63 - 1
+"""What the model's weights are drawn with has 63 bits."""
+
 
 def check_connector(
     connector: str | type[KVConnectorBase_V1],
@@ -61,6 +64,8 @@ def check_connector(
         raise ConfigError(
             f"there is no property {unknown[0]!r}; the properties are {', '.join(BY_ID)}."
         )
+    if not 0 <= seed <= MAX_SEED:
+        raise ConfigError(f"the seed is {seed}, but has to be from 0 to {MAX_SEED}.")
     began_s = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="interlace-check-") as scratch:
         subject = Subject(cls=cls, role=role, workers=workers, seed=seed)
@@ -76,7 +81,7 @@ def check_connector(
         results = checker.run(only)
     took_s = time.monotonic() - began_s
     notes = _notes(bench, quick=quick)
-    return CheckReport(cls.__name__, seed, workers, tuple(results), notes, took_s)
+    return CheckReport(cls.__name__, seed, bench.workers, tuple(results), notes, took_s)
 
 
 def _bench(subject: Subject, setups: Setups, scratch: str) -> Bench:
@@ -92,6 +97,7 @@ def _bench(subject: Subject, setups: Setups, scratch: str) -> Bench:
         salt=salt,
         secrets=(nonce, salt, scratch),
         evidence=collections.Counter(),
+        workers=subject.workers,
     )
 
 

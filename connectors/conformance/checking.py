@@ -123,6 +123,8 @@ class Checker:
             self._violated(scenario, violation, where)
         except Overrun:
             self._overran(scenario, stage, where)
+        except SystemExit as error:
+            self._violated(scenario, _exited(error), where)
 
     def _violated(self, scenario: Scenario, violation: Violation, where: str) -> None:
         violations = self._verdicts.violations
@@ -167,6 +169,12 @@ class Checker:
         if verdicts.num_good[property_id]:
             return None
         return verdicts.reasons.get(property_id, "no run of it came to its end")
+
+
+def _exited(error: SystemExit) -> Violation:
+    """Raised outside of all hooks: by a class method, or by work on a lane."""
+    message = f"a class method, or work on a lane, raised SystemExit: {error}"
+    return Violation("hooks-do-not-raise", message)
 
 
 def scenarios_for(only: Collection[str]) -> list[Scenario]:

@@ -31,6 +31,7 @@ from interlace.connectors.conformance.token_judge import TokenJudge
 from interlace.connectors.conformance.watch import Watch
 from interlace.connectors.conformance.watched_lanes import WatchedLanes
 from interlace.engine.config import KVRole
+from interlace.engine.errors import ConfigError, ConnectorError
 from interlace.engine.outputs import ModelRunnerOutput
 from interlace.engine.request import Request, RequestStatus
 from interlace.engine.sampling_params import SamplingParams
@@ -110,6 +111,11 @@ class Harness:
         self.watch.set_detectors([self._answers])
         try:
             self.parts: Parts = open_parts(self.subject, self.shape, model, self.watch, self.lanes)
+        except ConnectorError as error:
+            self.watch.findings.raise_first()
+            if self.watch.trace.newest(1):  # a hook was called: the engine minds its answer
+                self._engine_failed(error)
+            raise ConfigError(str(error)) from error
         except Exception:
             self.watch.findings.raise_first()
             raise
@@ -144,7 +150,9 @@ class Harness:
         priority: int = 0,
         kv_transfer_params: dict[str, Any] | None = None,
     ) -> Request:
-        """Queue a request; `name` is its id in messages."""
+        """Queue a request; `name` is its id in messages. Raises: `ConfigError` if the engine is too
+        small for it."""
+        self._require_room(len(prompt))
         request = self._request(name, prompt, max_tokens, salt, priority, kv_transfer_params)
         request_id = request.request_id
         self.requests[request_id] = request
@@ -152,6 +160,14 @@ class Harness:
         self.scheduler.add_request(request)
         self.watch.trace.note(f"engine    {name} comes, {len(prompt)} tokens")
         return request
+
+    def _require_room(self, num_tokens: int) -> None:
+        most = self.scheduler.max_total_tokens
+        if num_tokens >= most:
+            raise ConfigError(
+                f"this engine has room for {most} tokens, and the check has a prompt of"
+                f" {num_tokens}: let the engine options of {self.subject.name} have more blocks."
+            )
 
     def _request(
         self,

@@ -77,7 +77,7 @@ class HookCall:
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     answer: Any = None
-    error: Exception | None = None
+    error: BaseException | None = None
     is_inherited: bool = False
     """Whether the base class's own method is called, which touches no pages."""
     has_line: bool = False

@@ -36,14 +36,14 @@ class LawfulAnswers(Detector):
                 "answers-lawful", f"{call.connector}.{call.hook} answered {call.answer!r}; {rule}."
             )
 
-    def _raised(self, call: HookCall, error: Exception) -> None:
+    def _raised(self, call: HookCall, error: BaseException) -> None:
         if call.hook in _MAY_FAIL and self.loads_may_raise:
             self._watch.evidence["failing loads raised"] += 1
             return
         self._watch.findings.add("hooks-do-not-raise", describe_error(call, error))
 
 
-def describe_error(call: HookCall, error: Exception) -> str:
+def describe_error(call: HookCall, error: BaseException) -> str:
     """Connector, hook, exception, and where the connector's own code raised it."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if not frame.filename.endswith("conformance/watch.py")]

@@ -52,10 +52,13 @@ class Setups:
         self._num_runs += 1
         folder = self._scratch / str(self._num_runs)
         folder.mkdir()
+        name = self._subject.name
         try:
-            return self._subject.cls.check_setup(folder)
-        except Exception as error:
-            name = self._subject.name
+            setup: object = self._subject.cls.check_setup(folder)
+        except (Exception, SystemExit) as error:
             raise ConfigError(
                 f"{name}.check_setup raised {type(error).__name__}: {error}"
             ) from error
+        if not isinstance(setup, CheckSetup):
+            raise ConfigError(f"{name}.check_setup answered {setup!r}: return a CheckSetup.")
+        return setup

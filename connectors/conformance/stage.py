@@ -69,6 +69,8 @@ class Bench:
     lane_names: set[str] = dataclasses.field(default_factory=set)
     is_synthetic: bool = False
     """Whether the connector invents KV."""
+    workers: int = 1
+    """Of the newest engine: options of the engine may ask for others than the subject does."""
     violated: set[str] = dataclasses.field(default_factory=set)
     """Ids of properties of which a violation was found."""
 
@@ -81,7 +83,8 @@ class Bench:
         self.evidence["promises"] += seen["held"] + seen["async loads"]
         if harness.lanes.names:
             self.evidence["async loads on lanes"] += seen["async loads"]
-        if self.subject.workers > 1:
+        self.workers = len(harness.parts.worker_sides)
+        if self.workers > 1:
             self.evidence["loads of several workers"] += seen["loaded tokens"]
 
 

@@ -62,7 +62,13 @@ def connector_class(connector: str | type[KVConnectorBase_V1]) -> type[KVConnect
         config = KVTransferConfig(
             kv_connector=name, kv_role="kv_both", kv_connector_module_path=module or None
         )
-        return factory.get_connector_class(config)
+        try:
+            return factory.get_connector_class(config)
+        except SystemExit as error:
+            raise ConfigError(
+                f"the module of {connector} ended with SystemExit ({error}) when it was imported:"
+                " let it do nothing on import but define its class."
+            ) from error
     return _checked(connector)
 
 
@@ -93,4 +99,7 @@ def engine_config(subject: Subject, options: dict[str, Any], failure_policy: str
         **options,
         **subject.engine_options,
     }
-    return EngineConfig(**wanted)
+    try:
+        return EngineConfig(**wanted)
+    except TypeError as error:
+        raise ConfigError(f"the engine options of {subject.name} do not fit: {error}") from error

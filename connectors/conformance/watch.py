@@ -15,6 +15,11 @@ from interlace.connectors.conformance.hook_calls import HookCall
 from interlace.engine.scheduler_output import SchedulerOutput
 
 
+class HookExitedError(Exception):
+    """A hook raised what would end a thread or the process, such as `SystemExit`. The engine sees
+    this in its place."""
+
+
 class Detector:
     """Looks at calls before they begin and when they have ended. Does nothing by itself."""
 
@@ -67,7 +72,8 @@ class Watch:
         return 0 if self.step is None else self.step.step_id
 
     def call(self, call: HookCall, hook: Callable[..., Any]) -> Any:
-        """Make the call. Raises: what `hook` raises."""
+        """Make the call. Raises: what `hook` raises; `HookExitedError` for what is no
+        `Exception`."""
         self._tell("before", call.hook, call)
         self.calls.append(call)
         try:
@@ -75,6 +81,9 @@ class Watch:
         except Exception as error:
             call.error = error
             raise
+        except BaseException as error:
+            call.error = error
+            raise HookExitedError(f"{type(error).__name__}: {error}") from error
         finally:
             self.calls.pop()
             self._note_end(call)

@@ -19,6 +19,7 @@ from interlace.connectors.conformance.hook_calls import (
 from interlace.connectors.conformance.watch import Watch
 from interlace.connectors.factory import KVConnectorFactory
 from interlace.engine.config import EngineConfig, KVTransferConfig
+from interlace.engine.errors import ConfigError
 from interlace.engine.kv_connector import KVCacheConfig, KVConnectorRole
 
 _HOOKS = {
@@ -89,7 +90,11 @@ class WatchingFactory(KVConnectorFactory):
         role: KVConnectorRole,
         kv_cache_config: KVCacheConfig | None = None,
     ) -> KVConnectorBase_V1:
-        """A stand-in. Raises as the base class does."""
-        real = super().create_connector(config, role, kv_cache_config)
+        """A stand-in. Raises as the base class does; `ConfigError` if the constructor exits."""
+        try:
+            real = super().create_connector(config, role, kv_cache_config)
+        except SystemExit as error:
+            name = self._cls.__name__
+            raise ConfigError(f"{name}'s constructor raised SystemExit: {error}") from error
         self._made.append(real)
         return watched(real, config.rank, self._watch)

@@ -63,27 +63,23 @@ def run(*args: str) -> tuple[int, str, str]:
     return result.exit_code, result.stdout, " ".join(result.stderr.split())
 
 
-@pytest.mark.xfail(strict=True, reason="SystemExit of a hook ends the command: code 0, no report")
 def test_a_hook_that_exits_is_no_success(module: str) -> None:
     code, out, _ = run(f"{module}:Exits")
     assert code == 1
     assert "Exits.wait_for_save" in out
 
 
-@pytest.mark.xfail(strict=True, reason="SystemExit of an import ends the command with its code")
 def test_a_module_that_exits_on_import_is_refused(module: str) -> None:
     code, _, err = run(f"{module}_exits:Connector")
     assert code == 2
     assert f"{module}_exits" in err
 
 
-@pytest.mark.xfail(strict=True, reason="what a connector prints stands before the JSON")
 def test_json_is_json_whatever_a_connector_prints(module: str) -> None:
     _, out, _ = run(f"{module}:Prints", "--json")
     assert json.loads(out)["passed"] is True
 
 
-@pytest.mark.xfail(strict=True, reason="a traceback and code 1, which means a violation")
 @pytest.mark.parametrize(
     "args",
     [
@@ -100,7 +96,6 @@ def test_what_cannot_be_checked_is_bad_input_and_no_violation(args: list[str], m
     assert out == ""
 
 
-@pytest.mark.xfail(strict=True, reason="the report counts --workers, not the engine's ranks")
 def test_the_report_says_how_many_workers_there_were(module: str) -> None:
     code, out, _ = run(f"{module}:TwoRanks")
     assert code == 2 or "2 workers" in out
