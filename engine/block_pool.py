@@ -120,8 +120,9 @@ class BlockPool:
         return taken
 
     def touch(self, blocks: Iterable[KVCacheBlock]) -> None:
-        """Hold blocks that a prefix look-up found."""
+        """Hold blocks that a prefix look-up found; the null block is never among them."""
         for block in blocks:
+            assert not block.is_null, "the null block cannot be held: leave it out"
             if block.ref_cnt == 0:
                 del self._free[block.block_id]
             block.ref_cnt += 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
-from interlace.engine.errors import ConnectorError
+from interlace.engine.errors import ConfigError, ConnectorError
 
 
 @contextlib.contextmanager
@@ -13,9 +13,13 @@ def blaming(owner: object, hook: str) -> Iterator[None]:
     """Turn what is raised inside into a `ConnectorError`: "Class.hook raised ...".
 
     `owner` is the object, or the class, whose `hook` is called; its own traceback is chained.
+    A `ConfigError` comes out as it is: it is raised on purpose, and says what to change. A
+    `SystemExit` is an error like any other: a connector does not end the process.
     """
     try:
         yield
-    except Exception as error:
+    except ConfigError:
+        raise
+    except (Exception, SystemExit) as error:
         name = (owner if isinstance(owner, type) else type(owner)).__name__
         raise ConnectorError(f"{name}.{hook} raised {type(error).__name__}: {error}") from error

@@ -16,12 +16,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Set
-from typing import Any, NamedTuple, Self, TypeVar
+from typing import Any, NamedTuple, Self
 
 import torch
 
 from interlace.engine.connector_errors import blaming
-from interlace.engine.errors import ConnectorError
+from interlace.engine.errors import ConnectorError, InterlaceError
 from interlace.engine.kv_connector import (
     KVConnectorHandshakeMetadata,
     KVConnectorOutput,
@@ -45,8 +45,6 @@ from interlace.layers.kv_memory import CACHE_ONLY_LAYER
 from interlace.layers.kv_pages import KVPages
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 
 class LayerHooks(NamedTuple):
@@ -82,10 +80,10 @@ class KVHooks:
         self._failed_blocks: frozenset[int] = frozenset()
         self._num_blocks = len(next(iter(layers.values())))
         if cross_layers is None:
-            self._call(connector.register_kv_caches, dict(layers))
+            self._call("register_kv_caches", dict(layers))
         else:
-            self._call(connector.register_cross_layers_kv_cache, *cross_layers)
-        self._call(connector.set_host_xfer_buffer_ops, copy_kv_blocks)
+            self._call("register_cross_layers_kv_cache", *cross_layers)
+        self._call("set_host_xfer_buffer_ops", copy_kv_blocks)
 
     @classmethod
     def of_pages(cls, connector: WorkerConnector, pages: KVPages) -> Self:
@@ -94,24 +92,28 @@ class KVHooks:
         cross_layers = None if tensor is None else (tensor, pages.attention_backend)
         return cls(connector, pages.by_name(), cross_layers)
 
-    def _call(self, hook: Callable[..., T], *args: object) -> T:
-        with blaming(self._connector, getattr(hook, "__name__", repr(hook))):
-            return hook(*args)
+    def _call(self, hook: str, *args: object) -> Any:
+        """By name: a decorated method may be called something else. Raises: `ConnectorError`."""
+        with blaming(self._connector, hook):
+            return getattr(self._connector, hook)(*args)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         """What the scheduler side is to know of this worker. Raises: `ConnectorError`."""
-        return self._call(self._connector.get_handshake_metadata)
+        answer: KVConnectorHandshakeMetadata | None = self._checked(
+            "get_handshake_metadata", KVConnectorHandshakeMetadata
+        )
+        return answer
 
-    def _checked(self, hook: Callable[[], T | None], kind: type[Any]) -> T | None:
+    def _checked(self, hook: str, kind: type[Any]) -> Any:
         """What `hook` answers: one of that kind, or None. Raises: `ConnectorError`."""
         answer = self._call(hook)
         if answer is None or isinstance(answer, kind):
             return answer
-        raise _broken(hook, answer, f"a {kind.__name__} or None")
+        raise self._broken(hook, answer, f"a {kind.__name__} or None")
 
     def handle_preemptions(self, output: SchedulerOutput) -> None:
         """Let the connector finish reading what this step hands on. Raises: `ConnectorError`."""
-        self._call(self._connector.handle_preemptions, output.kv_connector_metadata)
+        self._call("handle_preemptions", output.kv_connector_metadata)
 
     def pre_forward(
         self,
@@ -128,38 +130,32 @@ class KVHooks:
         their blocks invalid, and is logged.
         """
         self._failed_blocks = frozenset()
-        self._call(self._connector.bind_connector_metadata, output.kv_connector_metadata)
+        self._call("bind_connector_metadata", output.kv_connector_metadata)
         self._context = ForwardContext(self._layers, make_metadata, mode)
         if output.loading_block_ids and not output.async_loading_req_ids:
-            self._load(output, self._connector.start_load_kv, self._context)
+            self._load(output, "start_load_kv", self._context)
         else:
-            self._call(self._connector.start_load_kv, self._context)
+            self._call("start_load_kv", self._context)
 
-    def _load(self, output: SchedulerOutput, hook: Callable[..., None], *args: object) -> None:
+    def _load(self, output: SchedulerOutput, hook: str, *args: object) -> None:
         """Call a hook of in-step loading: if it raises, the blocks to be loaded are invalid."""
         try:
-            hook(*args)
-        except Exception as error:  # noqa: BLE001 - a failed load, whatever it is
+            self._call(hook, *args)
+        except InterlaceError as error:  # a failed load, whatever was raised
             # Only the text is kept: a traceback would keep the step's activations alive.
-            logger.error(
-                "%s raised %s: %s; the blocks of this step's loads count as not loaded",
-                _name(hook),
-                type(error).__name__,
-                str(error),
-            )
+            logger.error("%s; the blocks of this step's loads count as not loaded", str(error))
             self._failed_blocks = output.loading_block_ids
 
     def post_forward(self) -> None:
         """The forward is queued: let the connector finish with the pages it reads."""
-        self._call(self._connector.wait_for_save)
+        self._call("wait_for_save")
 
     def collect(self, output: SchedulerOutput) -> KVConnectorOutput | None:
         """What the connector reports with this step, after every hook that may add to it.
 
         None if it has nothing to say. Raises: `ConnectorError`.
         """
-        connector = self._connector
-        ended = self._call(connector.get_finished, set(output.finished_req_ids))
+        ended = self._call("get_finished", set(output.finished_req_ids))
         match ended:
             case (Set() | None as sending, Set() | None as recving) if all(
                 isinstance(request_id, str) for request_id in (*(sending or ()), *(recving or ()))
@@ -167,15 +163,15 @@ class KVHooks:
                 pass
             case _:
                 rule = "(set of request ids or None, set of request ids or None)"
-                raise _broken(connector.get_finished, ended, rule)
-        invalid = self._call(connector.get_block_ids_with_load_errors)
+                raise self._broken("get_finished", ended, rule)
+        invalid = self._call("get_block_ids_with_load_errors")
         if not self._are_block_ids(invalid):
             rule = f"a set of block ids, which are whole numbers from 1 to {self._num_blocks - 1}"
-            raise _broken(connector.get_block_ids_with_load_errors, invalid, rule)
-        stats = self._checked(connector.get_kv_connector_stats, KVConnectorStats)
-        events = self._checked(connector.get_kv_connector_kv_cache_events, KVConnectorKVEvents)
-        meta = self._checked(connector.build_connector_worker_meta, KVConnectorWorkerMetadata)
-        self._call(connector.clear_connector_metadata)
+            raise self._broken("get_block_ids_with_load_errors", invalid, rule)
+        stats = self._checked("get_kv_connector_stats", KVConnectorStats)
+        events = self._checked("get_kv_connector_kv_cache_events", KVConnectorKVEvents)
+        meta = self._checked("build_connector_worker_meta", KVConnectorWorkerMetadata)
+        self._call("clear_connector_metadata")
         reports = KVConnectorOutput(
             # Copies: the connector may go on using its own.
             finished_sending=set(sending) if sending else None,
@@ -204,7 +200,7 @@ class KVHooks:
         None if the connector says that it has no metadata: then it is left alone, as the protocol
         has it.
         """
-        if not self._call(self._connector.has_connector_metadata):
+        if not self._call("has_connector_metadata"):
             return None
         by_layer = self._context.attn_metadata
         assert by_layer is not None, "layers run in steps with tokens"
@@ -214,7 +210,7 @@ class KVHooks:
             self._wait_for_layer(output, layers[layer][0])
 
         def save(layer: int) -> None:
-            self._call(self._connector.save_kv_layer, *layers[layer])
+            self._call("save_kv_layer", *layers[layer])
 
         return LayerHooks(wait, save)
 
@@ -244,32 +240,27 @@ class KVHooks:
             hooks.save(-1)
 
     def _wait_for_layer(self, output: SchedulerOutput, name: str) -> None:
-        wait = self._connector.wait_for_layer_load
         if not output.loading_block_ids:
-            self._call(wait, name)
+            self._call("wait_for_layer_load", name)
         elif not self._failed_blocks:
-            self._load(output, wait, name)
+            self._load(output, "wait_for_layer_load", name)
 
     def shutdown(self) -> None:
         """Let the connector release what it holds. Never raises: what it raises is logged."""
         try:
             self._connector.shutdown()
         except Exception:
-            logger.exception("%s failed", _name(self._connector.shutdown))
+            logger.exception("%s failed", self._name("shutdown"))
+
+    def _broken(self, hook: str, answer: object, rule: str) -> ConnectorError:
+        return ConnectorError(f"{self._name(hook)} answered {answer!r}, but it must be {rule}.")
+
+    def _name(self, hook: str) -> str:
+        """`Class.hook`, for messages."""
+        return f"{type(self._connector).__name__}.{hook}"
 
 
 def _layer(name: str, pages: torch.Tensor) -> AttentionLayer | CacheOnlyAttentionLayer:
     if name == CACHE_ONLY_LAYER:
         return CacheOnlyAttentionLayer(name, pages)
     return AttentionLayer(name, pages)
-
-
-def _broken(hook: Callable[..., object], answer: object, rule: str) -> ConnectorError:
-    return ConnectorError(f"{_name(hook)} answered {answer!r}, but it must be {rule}.")
-
-
-def _name(hook: Callable[..., object]) -> str:
-    """`Class.method`, for messages."""
-    owner = getattr(hook, "__self__", None)
-    prefix = "" if owner is None else f"{type(owner).__name__}."
-    return prefix + getattr(hook, "__name__", repr(hook))

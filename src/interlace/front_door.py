@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import dataclasses
 import importlib
+import logging
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
     from interlace.layers.gpu.setup import GpuLimits
     from interlace.layers.kv_memory import PageShape
     from interlace.layers.kv_pages import KVPages
+
+logger = logging.getLogger(__name__)
 
 DEFAULT_KV_CACHE_BYTES = 1 << 30
 DEFAULT_GPU_MEMORY_UTILIZATION = 0.9
@@ -324,11 +327,20 @@ class Parts(NamedTuple):
     """The scheduler side; the runner has the worker sides."""
 
     def close(self) -> None:
-        """End them unused. Device thread. Raises what the connector's `shutdown` raises."""
+        """End them unused. Device thread. What the connector's `shutdown` raises is logged."""
         with contextlib.ExitStack() as both:
             both.callback(self.runner.close)
             if self.connector is not None:
-                both.callback(self.connector.shutdown)
+                both.callback(_shut_down, self.connector)
+
+
+def _shut_down(side: KVConnectorBase_V1) -> None:
+    """Let one side release what it holds. What it raises is logged: it would hide why the engine
+    is not opened."""
+    try:
+        side.shutdown()
+    except Exception:
+        logger.exception("%s.shutdown failed", type(side).__name__)
 
 
 def make_parts(
@@ -441,7 +453,7 @@ class _ConnectorSides:
 
     def _make(self, config: EngineConfig, role: KVConnectorRole) -> KVConnectorBase_V1:
         side = self._factory.create_connector(config, role, self._kv_cache_config)
-        self._undo.callback(side.shutdown)
+        self._undo.callback(_shut_down, side)
         return side
 
     def want_cross_layers(self, workers: Sequence[KVConnectorBase_V1]) -> bool:
