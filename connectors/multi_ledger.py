@@ -69,15 +69,16 @@ class ReportLedger:
         """`child` reports that it reads these requests' blocks no longer."""
         for request_id in request_ids:
             owed = self._owed.get(request_id)
-            if owed is not None and child in owed.children:
+            if child in self._late.get(request_id, ()):
+                # First what is owed from before: it may not stand for the next request of that id.
+                self._late[request_id].discard(child)
+                if not self._late[request_id]:
+                    del self._late[request_id]
+            elif owed is not None and child in owed.children:
                 owed.children.discard(child)
                 if self._loading.get(request_id) == child:
                     del self._loading[request_id]
                 self._settle(request_id, owed)
-            elif child in self._late.get(request_id, ()):
-                self._late[request_id].discard(child)
-                if not self._late[request_id]:
-                    del self._late[request_id]
             else:
                 self.num_strays += 1
 

@@ -9,12 +9,20 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Sequence
 
+from interlace.engine.errors import ConnectorError
 from interlace.engine.kv_connector import KVConnectorOutput
 from interlace.engine.scheduler_output import SchedulerOutput
 
 MAX_OPEN_SENDS = 4096
-"""Ids that some workers have reported as sent and others have not. Beyond it the oldest is dropped:
-a connector that reports ids which nobody waits for must not fill the memory."""
+"""Ids that some workers have reported as sent though no request of that name was heard to have
+ended. Beyond it the oldest is dropped: nobody can wait for it."""
+MAX_SILENT_ENDS = 1 << 16
+"""Ended requests that no worker has reported. Most are never held, so they are forgotten in time:
+the oldest beyond this number. If one is reported after all, it counts, among `MAX_OPEN_SENDS`."""
+MAX_UNEVEN_SENDS = 1 << 17
+"""Ended requests that some workers have reported as sent and others have not. None is dropped, for
+each may be held. A held request has at least one block that was taken for it alone, so the pool
+bounds how many there are, far below this number; beyond it the workers do not report alike."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -23,6 +31,8 @@ class _Count:
 
     expected: int
     ranks: set[int] = dataclasses.field(default_factory=set)
+    has_ended: bool = False
+    """The request was heard to have ended: the report of a load and that of a send free alike."""
 
 
 class KVOutputAggregator:
@@ -37,20 +47,29 @@ class KVOutputAggregator:
         """`expected_finished_count`: workers that report each id."""
         self._expected = expected_finished_count
         self._loading: dict[str, _Count] = {}  # begun, and not reported by enough workers
-        self._sending: dict[str, _Count] = {}  # in order of the first report
+        self._silent: dict[str, None] = {}  # ended, in this order, and not reported by any worker
+        self._sending: dict[str, _Count] = {}  # ended, and not reported by enough workers
+        self._unasked: dict[str, _Count] = {}  # not heard to have ended; by their first report
         self._num_strays = 0
 
     def begin_step(self, output: SchedulerOutput) -> None:
         """Note the loads that begin and the requests that ended; before the step's hooks."""
-        for request_id in output.async_loading_req_ids:
-            self._loading[request_id] = _Count(self._expected)
         for request_id in output.finished_req_ids:
+            self._unasked.pop(request_id, None)
             self._sending.pop(request_id, None)
+            self._silent.pop(request_id, None)
+            self._silent[request_id] = None
+            if request_id in self._loading:
+                self._loading[request_id].has_ended = True
+        while len(self._silent) > MAX_SILENT_ENDS:
+            del self._silent[next(iter(self._silent))]
+        for request_id in output.async_loading_req_ids:  # of the next one of a name that has ended
+            self._loading[request_id] = _Count(self._expected)
 
     def aggregate(self, outputs: Sequence[KVConnectorOutput | None]) -> KVConnectorOutput | None:
         """One step's reports, by rank; None if there is nothing to say.
 
-        Raises: `ConnectorError` if they do not fit together.
+        Raises: `ConnectorError` if they do not fit together, or too many were never completed.
         """
         said = [output for output in outputs if output is not None]
         if not said:
@@ -80,18 +99,41 @@ class KVOutputAggregator:
             elif self._is_complete(count, rank):
                 del self._loading[request_id]
                 complete.add(request_id)
+                if count.has_ended:
+                    self._silent.pop(request_id, None)
+                    self._sending.pop(request_id, None)
         return complete
 
     def _count_sends(self, rank: int, request_ids: Iterable[str]) -> set[str]:
         complete = set()
         for request_id in request_ids:
-            count = self._sending.setdefault(request_id, _Count(self._expected))
+            counts = self._sends_with(request_id)
+            count = counts.setdefault(request_id, _Count(self._expected))
             if self._is_complete(count, rank):
-                del self._sending[request_id]
+                del counts[request_id]
                 complete.add(request_id)
-        while len(self._sending) > MAX_OPEN_SENDS:
-            self._num_strays += len(self._sending.pop(next(iter(self._sending))).ranks)
+                load = self._loading.get(request_id)
+                if load is not None and load.has_ended:
+                    del self._loading[request_id]
+        self._bound_sends()
         return complete
+
+    def _sends_with(self, request_id: str) -> dict[str, _Count]:
+        """Where the id is counted: apart, unless a request of that name has ended."""
+        if request_id in self._silent:
+            del self._silent[request_id]
+            return self._sending
+        return self._sending if request_id in self._sending else self._unasked
+
+    def _bound_sends(self) -> None:
+        while len(self._unasked) > MAX_OPEN_SENDS:
+            self._num_strays += len(self._unasked.pop(next(iter(self._unasked))).ranks)
+        if len(self._sending) > MAX_UNEVEN_SENDS:
+            raise ConnectorError(
+                f"more than {MAX_UNEVEN_SENDS} ended requests were reported as sent by some workers"
+                " and not by others: let get_finished report each of them on all workers, or let"
+                " get_finished_count say how many report."
+            )
 
     def _is_complete(self, count: _Count, rank: int) -> bool:
         self._num_strays += rank in count.ranks

@@ -48,7 +48,6 @@ def sent(*ids: str) -> KVConnectorOutput:
 # -------------------------------------------------------------------- counting
 
 
-@pytest.mark.xfail(strict=True, reason="the load's count stays for ever, one for each such request")
 def test_a_load_whose_request_was_let_go_as_sent_is_forgotten() -> None:
     """Aborted while it loaded, held, and reported as sent by both ranks, once, as the protocol has
     it: either report frees."""
@@ -61,7 +60,6 @@ def test_a_load_whose_request_was_let_go_as_sent_is_forgotten() -> None:
     assert not aggregator._loading
 
 
-@pytest.mark.xfail(strict=True, reason="the oldest reports are dropped, though requests wait")
 def test_a_slow_rank_loses_no_report_of_a_held_request() -> None:
     """Many held requests: rank 0 is done with all of them before rank 1 says anything."""
     aggregator = KVOutputAggregator(2)
@@ -72,7 +70,6 @@ def test_a_slow_rank_loses_no_report_of_a_held_request() -> None:
     assert aggregator.aggregate([None, sent(*ids)]) == sent(*ids)
 
 
-@pytest.mark.xfail(strict=True, reason="a report that is owed from before counts for the new one")
 def test_a_childs_late_report_does_not_let_the_next_request_of_that_id_go() -> None:
     ledger = ReportLedger()
     ledger.begin_step({"r": 0}, {})
@@ -177,7 +174,6 @@ async def run_one(cls: type[ScriptedConnector]) -> None:
         await engine.complete([1, 2, 3], SamplingParams(max_tokens=2))
 
 
-@pytest.mark.xfail(strict=True, reason="what shutdown raises hides why the engine was not opened")
 @pytest.mark.parametrize(
     ("cls", "message"),
     [
@@ -192,13 +188,11 @@ async def test_a_shutdown_that_raises_does_not_hide_the_cause(
         await run_one(cls)
 
 
-@pytest.mark.xfail(strict=True, reason="worker hooks are named by the function's name")
 async def test_a_decorated_hook_is_named_by_its_own_name() -> None:
     with pytest.raises(EngineDeadError, match=r"Wrapped\.wait_for_save raised ValueError: lost"):
         await run_one(Wrapped)
 
 
-@pytest.mark.xfail(strict=True, reason="only Exception is named; SystemExit comes without names")
 async def test_a_hook_that_exits_is_named() -> None:
     with pytest.raises(EngineDeadError, match=r"Exits\.wait_for_save"):
         await run_one(Exits)

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from interlace.engine import kv_output_aggregator
 from interlace.engine.errors import ConnectorError
 from interlace.engine.kv_connector import KVConnectorOutput, KVConnectorWorkerMetadata
 from interlace.engine.kv_connector_stats import KVConnectorStats
@@ -124,8 +125,46 @@ def test_what_nobody_waits_for_does_not_fill_the_memory() -> None:
     aggregator = KVOutputAggregator(2)
     for number in range(MAX_OPEN_SENDS + 5):
         aggregator.aggregate([sent(f"stray {number}"), None])
-    assert len(aggregator._sending) == MAX_OPEN_SENDS
+    assert len(aggregator._unasked) == MAX_OPEN_SENDS
     assert aggregator.take_num_strays() == 5
+
+
+def test_ended_requests_that_nobody_reports_do_not_fill_the_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(kv_output_aggregator, "MAX_SILENT_ENDS", 3)
+    aggregator = KVOutputAggregator(2)
+    for name in "abcde":
+        aggregator.begin_step(step(finished={name}))
+    assert list(aggregator._silent) == ["c", "d", "e"]
+    assert aggregator.aggregate([sent("a"), None]) is None
+    assert aggregator.aggregate([None, sent("a")]) == sent("a"), "forgotten, and yet it counts"
+
+
+def test_workers_that_never_agree_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_output_aggregator, "MAX_UNEVEN_SENDS", 2)
+    aggregator = KVOutputAggregator(2)
+    aggregator.begin_step(step(finished={"a", "b", "c"}))
+    assert aggregator.aggregate([sent("a", "b"), None]) is None
+    with pytest.raises(ConnectorError, match="by some workers and not by others"):
+        aggregator.aggregate([sent("c"), None])
+
+
+def test_either_report_of_a_request_that_ended_while_it_loaded_ends_both_counts() -> None:
+    aggregator = KVOutputAggregator(2)
+    aggregator.begin_step(step(loading={"a", "b"}))
+    aggregator.begin_step(step(finished={"a", "b"}))
+    assert aggregator.aggregate([sent("a"), sent("b")]) is None
+    assert aggregator.aggregate([received("b"), sent("a")]) == sent("a")
+    assert aggregator.aggregate([None, received("b")]) == received("b")
+    assert [aggregator._loading, aggregator._sending, aggregator._silent] == [{}, {}, {}]
+
+
+def test_the_load_of_the_next_request_of_that_id_is_not_ended_by_a_send() -> None:
+    aggregator = KVOutputAggregator(2)
+    aggregator.begin_step(step(loading={"a"}, finished={"a"}))
+    assert aggregator.aggregate([sent("a"), sent("a")]) == sent("a")
+    assert aggregator.aggregate([received("a"), received("a")]) == received("a")
 
 
 def test_a_changed_count_is_for_ids_that_come_later() -> None:
