@@ -52,6 +52,11 @@ class CallOrder(Detector):
         self._asked: set[str] = set()
         """Requests that were asked about and answered since their latest allocation."""
 
+    def comes(self, request_id: str) -> None:
+        """A request is queued. It may have the id of one that has ended, which ends again then."""
+        self._finished.discard(request_id)
+        self._asked.discard(request_id)
+
     def before(self, call: HookCall) -> None:
         """See `Detector`."""
         key = (call.role.name, call.rank, call.hook)

@@ -150,13 +150,14 @@ class Harness:
         priority: int = 0,
         kv_transfer_params: dict[str, Any] | None = None,
     ) -> Request:
-        """Queue a request; `name` is its id in messages. Raises: `ConfigError` if the engine is too
-        small for it."""
+        """Queue a request; `name` is its id in messages, and may be that of one that has ended if
+        the engine does not know it any more. Raises: `ConfigError` if the engine is too small."""
         self._require_room(len(prompt))
         request = self._request(name, prompt, max_tokens, salt, priority, kv_transfer_params)
         request_id = request.request_id
         self.requests[request_id] = request
         self.outputs[request_id] = []
+        self.detectors.order.comes(request_id)
         self.scheduler.add_request(request)
         self.watch.trace.note(f"engine    {name} comes, {len(prompt)} tokens")
         return request

@@ -21,6 +21,9 @@ def _in_every_state(stage: Stage) -> None:
             _abort_at(stage, engine, f"after{moment}", _after(moment))
         _abort_at(stage, engine, "planned", _planned)
         _abort_at(stage, engine, "executed", _executed)
+    with stage.engine(num_blocks=14) as engine:
+        for moment in range(_STEPS):
+            _come_again(stage, engine, moment)
     with stage.engine(num_blocks=14, max_num_seqs=1) as engine:
         _abort_at(stage, engine, "queued", _after(1))
     with stage.engine(num_blocks=9, max_num_batched_tokens=4 * size) as engine:
@@ -38,6 +41,21 @@ def _abort_at(stage: Stage, engine: Harness, name: str, until: Callable[[Harness
     engine.abort(victim)
     for number in range(2):
         engine.add(f"next{number}-{name}", stage.prompt(3, number), max_tokens=4)
+    engine.run()
+    stage.forget_local(engine)
+
+
+def _come_again(stage: Stage, engine: Harness, moment: int) -> None:
+    """An aborted request's id is used again before the next step is planned: that step tells of the
+    end of one and of the other's beginning. Another prompt, the same one, or no blocks at all."""
+    prompt = stage.prompt(3, 1)
+    stage.store(engine, prompt)
+    name = f"twice{moment}"
+    first = engine.add(name, prompt, max_tokens=8)
+    engine.steps(moment)
+    engine.abort(first)
+    if not engine.scheduler.knows(first.request_id):
+        engine.add(name, stage.prompt(2, 2) if moment % 2 else prompt, max_tokens=4)
     engine.run()
     stage.forget_local(engine)
 

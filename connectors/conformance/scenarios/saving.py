@@ -7,6 +7,8 @@ from interlace.connectors.conformance.harness import Harness
 from interlace.connectors.conformance.stage import Scenario, Stage
 
 _FOLLOWERS = 6
+_STEPS_AFTER = 8
+"""After a reset, before it is asked what was forgotten."""
 
 
 def _visible_when_whole(stage: Stage) -> None:
@@ -65,6 +67,10 @@ def _reset_forgets(stage: Stage) -> None:
         if not _has_reset(cls):
             raise NotJudged("it has no reset_cache")
         stage.bench.truth.forget()
+        # Some steps without it: what was saved before and is listed only now must not be.
+        engine.add("meanwhile", stage.prompt(1), max_tokens=_STEPS_AFTER)
+        engine.run()
+        stage.forget_local(engine)
         engine.add("after-reset", prompt, max_tokens=2)
         engine.run()
         stage.forget_local(engine)
