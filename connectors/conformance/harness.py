@@ -149,11 +149,13 @@ class Harness:
         salt: str = "",
         priority: int = 0,
         kv_transfer_params: dict[str, Any] | None = None,
+        seed: int | None = None,
     ) -> Request:
         """Queue a request; `name` is its id in messages, and may be that of one that has ended if
-        the engine does not know it any more. Raises: `ConfigError` if the engine is too small."""
+        the engine does not know it any more. With a `seed` its tokens are drawn, else they are
+        greedy. Raises: `ConfigError` if the engine is too small."""
         self._require_room(len(prompt))
-        request = self._request(name, prompt, max_tokens, salt, priority, kv_transfer_params)
+        request = self._request(name, prompt, max_tokens, salt, priority, kv_transfer_params, seed)
         request_id = request.request_id
         self.requests[request_id] = request
         self.outputs[request_id] = []
@@ -178,12 +180,14 @@ class Harness:
         salt: str,
         priority: int = 0,
         kv_transfer_params: dict[str, Any] | None = None,
+        seed: int | None = None,
     ) -> Request:
+        temperature = 0.0 if seed is None else 1.0
         return Request(
             f"{name}{self._nonce}",
             prompt,
-            SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True),
-            seed=0,
+            SamplingParams(max_tokens=max_tokens, temperature=temperature, ignore_eos=True),
+            seed=seed or 0,
             arrival=len(self.requests),
             block_size=self.block_size,
             priority=priority,

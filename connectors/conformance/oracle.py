@@ -11,7 +11,9 @@ import torch
 from numpy.typing import NDArray
 from torch.nn import functional
 
+from interlace.engine.sampling_params import SamplingParams
 from interlace.layers.checkpoint import LoadedModel
+from interlace.layers.sampler import SamplingRow, sample
 
 MIN_MARGIN = 1e-3
 """A token counts as wrong only if the right one leads by so much in the logits."""
@@ -36,6 +38,8 @@ class _Answers(NamedTuple):
     kv: tuple[KV, ...]
     best: tuple[Best, ...]
     """After each token."""
+    logits: torch.Tensor
+    """[tokens, vocabulary], after each token."""
 
 
 class Oracle:
@@ -58,6 +62,21 @@ class Oracle:
             return []
         best = self._of((*prompt, *answer[:-1])).best
         return list(best[len(prompt) - 1 : len(prompt) + len(answer) - 1])
+
+    def drawn(
+        self, prompt: Sequence[int], answer: Sequence[int], params: SamplingParams, seed: int
+    ) -> list[int]:
+        """What sampling should have drawn at each position of `answer`, given all before it."""
+        if not answer:
+            return []
+        first = len(prompt)
+        logits = self._of((*prompt, *answer[:-1])).logits[first - 1 : first + len(answer) - 1]
+        ids = np.array((*prompt, *answer), dtype=np.int64)
+        rows = [
+            SamplingRow(str(place), params, seed, ids[:first], ids[first : first + place])
+            for place in range(len(answer))
+        ]
+        return sample(logits, rows).token_ids
 
     def _of(self, key: tuple[int, ...]) -> _Answers:
         head = key[:_HEAD]
@@ -87,14 +106,15 @@ class Oracle:
 
         ids = torch.tensor(key)
         hidden = self._model.decoder.forward(ids, torch.arange(len(key)), attend)
-        values, indices = self._model.decoder.logits(hidden).topk(2)
+        logits = self._model.decoder.logits(hidden)
+        values, indices = logits.topk(2)
         best = [
             Best(first, margin)
             for (first, _), margin in zip(
                 indices.tolist(), (values[:, 0] - values[:, 1]).tolist(), strict=True
             )
         ]
-        return _Answers(tuple(layers), tuple(best))
+        return _Answers(tuple(layers), tuple(best), logits)
 
 
 def _causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

@@ -21,6 +21,9 @@ def _preempted(stage: Stage) -> None:
             stage.forget_local(engine)
         _reload(stage, engine)
         num_preemptions += _count_preemptions(engine)
+    with stage.engine(num_blocks=10) as engine:
+        _preempt_different_answers(stage, engine)
+        num_preemptions += _count_preemptions(engine)
     for budget in range(size + 1, size + 4):
         with stage.engine(num_blocks=12, max_num_batched_tokens=budget) as engine:
             _preempt_in_prefill(stage, engine)
@@ -38,6 +41,17 @@ def _preempt_in_prefill(stage: Stage, engine: Harness) -> None:
         engine.add(f"grows{place}", stage.prompt(1, 1 + place), max_tokens=3 * size + 2)
     engine.steps(3)
     engine.add("long", stage.prompt(6, 2), max_tokens=2)
+    engine.run()
+    stage.forget_local(engine)
+    _reload(stage, engine)
+
+
+def _preempt_different_answers(stage: Stage, engine: Harness) -> None:
+    """One prompt is answered in different ways, since each answer is drawn with a seed of its own:
+    what is resumed must find its own answer's KV."""
+    prompt = stage.prompt(2, 1)
+    for seed in range(1, 4):
+        engine.add(f"drawn{seed}", prompt, max_tokens=3 * stage.block_size + 2, seed=seed)
     engine.run()
     stage.forget_local(engine)
     _reload(stage, engine)
