@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from typing import Any
 
 from memory_broken import Broken
 from memory_connector import MemoryConnector
+from memory_messages import MemoryMetadata
 
 from interlace.engine.request import Request, RequestStatus
+from interlace.engine.scheduler_output import SchedulerOutput
 
 
 class LeaksOnAbort(MemoryConnector):
@@ -74,6 +77,13 @@ class RaisesAtTheEnd(MemoryConnector):
         super().forget(req_id)
 
 
+class Exits(MemoryConnector):
+    """Gives up for the whole process, with the exit code of success."""
+
+    def wait_for_save(self) -> None:
+        sys.exit(0)
+
+
 class Hangs(MemoryConnector):
     """Waits in `wait_for_save` for an answer that never comes."""
 
@@ -83,6 +93,20 @@ class Hangs(MemoryConnector):
             threading.Event().wait(60.0)
 
 
+class ForgetsAfterItsNews(MemoryConnector):
+    """Drops what it knows of ended requests after it took the step's new ones: an id that is used
+    again at once is lost, and the engine dies at its next step."""
+
+    def forget(self, req_id: str) -> None:
+        """Not yet."""
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> MemoryMetadata:
+        metadata = super().build_connector_meta(scheduler_output)
+        for req_id in scheduler_output.finished_req_ids:
+            super().forget(req_id)
+        return metadata
+
+
 BROKEN = [
     Broken(LeaksOnAbort, "idle-at-the-end", seen_in="aborted-in-every-state"),
     Broken(LeaksQueries, "idle-at-the-end", seen_in="tokens-cold"),
@@ -90,5 +114,7 @@ BROKEN = [
     Broken(LeaksThreads, "shutdown-releases", seen_in="tokens-cold"),
     Broken(RaisesNowAndThen, "hooks-do-not-raise", seen_in="tokens-cold"),
     Broken(RaisesAtTheEnd, "hooks-do-not-raise", seen_in="aborted-in-every-state"),
+    Broken(Exits, "hooks-do-not-raise", seen_in="tokens-cold"),
     Broken(Hangs, "bounded-time", deadline_s=2.0, seen_in="tokens-cold"),
+    Broken(ForgetsAfterItsNews, "hooks-do-not-raise", seen_in="aborted-in-every-state"),
 ]

@@ -95,6 +95,17 @@ class KeyForgetsPrefix(MemoryConnector):
         return hashlib.sha256(f"{salt} {own}".encode()).digest()
 
 
+class KeysForgetTheAnswer(MemoryConnector):
+    """Files blocks beyond the prompt under the prompt and their place: two requests with one prompt
+    and different seeds get each other's answers' KV when they are resumed (B15)."""
+
+    def key_of(self, request: Request, index: int) -> bytes:
+        if (index + 1) * self._block_size <= request.num_prompt_tokens:
+            return request.block_hashes[index]
+        named = (request.cache_salt, request.prompt_token_ids, index)
+        return hashlib.sha256(repr(named).encode()).digest()
+
+
 BROKEN = [
     Broken(ReservesAtTheQuery, "match-has-no-effects"),
     Broken(DropsWhatIsAskedFor, "match-has-no-effects"),
@@ -104,4 +115,5 @@ BROKEN = [
     Broken(LeavesOutTheLastBlock, "tokens-full-hit"),
     Broken(KeyForgetsSalt, "keys-tell-salts-apart"),
     Broken(KeyForgetsPrefix, "loaded-kv-right", seen_in="tokens-hit"),
+    Broken(KeysForgetTheAnswer, "tokens-preempted"),
 ]

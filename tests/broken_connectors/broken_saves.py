@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 from memory_broken import Broken
 from memory_connector import MemoryConnector
-from memory_messages import MemoryReport
-from memory_scheduler import Tracked
+from memory_messages import MemoryMetadata, MemoryReport
+from memory_scheduler import OpenSave, Tracked
 from memory_store import Record
 from memory_worker import StepSaves
 
@@ -158,6 +158,27 @@ class ResetsNothing(MemoryConnector):
         return True
 
 
+class PublishesAfterReset(MemoryConnector):
+    """Lists blocks some steps after they were saved, and does not think of those on a reset: KV of
+    the old weights comes back (B80)."""
+
+    def _begin_scheduler_side(self) -> None:
+        super()._begin_scheduler_side()
+        self._later: list[tuple[int, OpenSave, dict[int, Record]]] = []
+
+    def publish(self, save: OpenSave, records: dict[int, Record]) -> None:
+        self._later.append((3, save, records))
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> MemoryMetadata:
+        waiting, self._later = self._later, []
+        for num_steps, save, records in waiting:
+            if num_steps:
+                self._later.append((num_steps - 1, save, records))
+            else:
+                super().publish(save, records)
+        return super().build_connector_meta(scheduler_output)
+
+
 _ASYNC = {"save_async": True}
 
 BROKEN = [
@@ -173,4 +194,5 @@ BROKEN = [
     Broken(CompressesInPlace, "loads-write-only-their-blocks", seen_in="tokens-cold"),
     Broken(BlindToRanks, "workers-agree", workers=2, seen_in="tokens-hit"),
     Broken(ResetsNothing, "reset-forgets"),
+    Broken(PublishesAfterReset, "reset-forgets"),
 ]

@@ -4,7 +4,6 @@ unusual styles. What it does not find yet is an expected failure."""
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import os
 import threading
 import time
@@ -15,8 +14,8 @@ from typing import IO, Any
 import pytest
 from memory_connector import MemoryConnector
 from memory_messages import LoadBlock, MemoryMetadata, SaveOrder
-from memory_scheduler import OpenSave, Tracked
-from memory_store import MemoryStore, Record
+from memory_scheduler import Tracked
+from memory_store import MemoryStore
 from memory_worker import Load, StepSaves
 
 from interlace.connectors.base import KVConnectorBase_V1
@@ -127,52 +126,6 @@ def test_a_mistake_that_nobody_listed_is_found(
 # -------------------------------------------------------------------- new mistakes, not found
 
 
-class ForgetsAfterItsNews(MemoryConnector):
-    """Drops what it knows of ended requests after it took the step's new ones: an id that is used
-    again at once is lost, and the engine dies at its next step."""
-
-    def forget(self, req_id: str) -> None:
-        """Not yet."""
-
-    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> MemoryMetadata:
-        metadata = super().build_connector_meta(scheduler_output)
-        for req_id in scheduler_output.finished_req_ids:
-            super().forget(req_id)
-        return metadata
-
-
-class KeysForgetTheAnswer(MemoryConnector):
-    """Files blocks beyond the prompt under the prompt and their place: two requests with one prompt
-    and different seeds get each other's answers' KV when they are resumed (B15)."""
-
-    def key_of(self, request: Request, index: int) -> bytes:
-        if (index + 1) * self._block_size <= request.num_prompt_tokens:
-            return request.block_hashes[index]
-        named = (request.cache_salt, request.prompt_token_ids, index)
-        return hashlib.sha256(repr(named).encode()).digest()
-
-
-class PublishesAfterReset(MemoryConnector):
-    """Lists blocks some steps after they were saved, and does not think of those on a reset: KV of
-    the old weights comes back (B80)."""
-
-    def _begin_scheduler_side(self) -> None:
-        super()._begin_scheduler_side()
-        self._later: list[tuple[int, OpenSave, dict[int, Record]]] = []
-
-    def publish(self, save: OpenSave, records: dict[int, Record]) -> None:
-        self._later.append((3, save, records))
-
-    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> MemoryMetadata:
-        waiting, self._later = self._later, []
-        for num_steps, save, records in waiting:
-            if num_steps:
-                self._later.append((num_steps - 1, save, records))
-            else:
-                super().publish(save, records)
-        return super().build_connector_meta(scheduler_output)
-
-
 class PopsItsParameter(MemoryConnector):
     """Takes its parameter out of `kv_transfer_params` in the match query: asked again it has
     nothing."""
@@ -227,9 +180,6 @@ class OpensFiles(MemoryConnector):
 
 
 NOT_FOUND = [
-    (ForgetsAfterItsNews, "aborted-in-every-state", "no scenario uses an id again"),
-    (KeysForgetTheAnswer, "tokens-preempted", "every request is greedy, so one prompt, one answer"),
-    (PublishesAfterReset, "reset-forgets", "the reset comes when nothing is on its way"),
     (PopsItsParameter, "match-has-no-effects", "no request has kv_transfer_params"),
     (SleepsInTheQuery, "tokens-cold", "slow hooks are logged only, and the command mutes the log"),
     (KeepsCopies, "tokens-hit", "only what knows a request's id is seen as left over"),
