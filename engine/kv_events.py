@@ -10,8 +10,8 @@ from __future__ import annotations
 import dataclasses
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Sequence
-from typing import Any, Self
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, Self
 
 MEDIUM_GPU = "GPU"
 """The engine's own pool, on whatever device."""
@@ -63,27 +63,59 @@ class AllBlocksCleared(KVCacheEvent):
     """No block can be found any more."""
 
 
+class _Telling(NamedTuple):
+    """An event that a worker told for the first, second ... time in one step."""
+
+    event: KVCacheEvent
+    number: int
+
+
 class KVEventAggregator:
-    """Counts which events how many workers have reported."""
+    """Counts which events how many workers have reported.
+
+    The order of each worker's events is kept, and with it what holds in the end: a block may be
+    stored, removed and stored again in one step. The second time is counted apart from the first.
+    """
 
     def __init__(self, num_workers: int) -> None:
         """Raises: `ValueError` for less than one worker."""
         if num_workers < 1:
             raise ValueError("num_workers must be at least 1.")
         self._num_workers = num_workers
-        self._counts: Counter[KVCacheEvent] = Counter()
+        self._counts: dict[_Telling, int] = {}  # in an order that fits that of each worker
 
     def add_events(self, events: Sequence[KVCacheEvent]) -> None:
-        """Take what one worker reported."""
-        self._counts.update(events)
+        """Take all that one worker reported, in its order."""
+        times = Counter[KVCacheEvent]()
+        told: dict[_Telling, int] = {}
+        for event in events:
+            times[event] += 1
+            told[_Telling(event, times[event])] = 1
+        self._take(told)
+
+    def merge(self, other: KVEventAggregator) -> None:
+        """Take what other workers reported, each event by as many of them as did."""
+        self._counts = self._capped()
+        self._take(other._capped())
+        self._num_workers += other._num_workers
+
+    def _capped(self) -> dict[_Telling, int]:
+        """The counts. No worker is two, if `add_events` was called more than once for it."""
+        return {telling: min(n, self._num_workers) for telling, n in self._counts.items()}
+
+    def _take(self, told: Mapping[_Telling, int]) -> None:
+        self._counts = {
+            telling: self._counts.get(telling, 0) + told.get(telling, 0)
+            for telling in _woven(self._counts, told)
+        }
 
     def get_common_events(self) -> list[KVCacheEvent]:
-        """Those that every worker has reported, in the order in which they came first."""
-        return [event for event, n in self._counts.items() if n >= self._num_workers]
+        """Those that every worker has reported, in the workers' order."""
+        return [telling.event for telling, n in self._counts.items() if n >= self._num_workers]
 
     def get_all_events(self) -> list[KVCacheEvent]:
-        """Those that any worker has reported."""
-        return list(self._counts)
+        """Those that any worker has reported, in the workers' order; as often as a worker did."""
+        return [telling.event for telling in self._counts]
 
     def clear_events(self) -> None:
         """Forget them; the number of workers stays."""
@@ -102,6 +134,22 @@ class KVEventAggregator:
     def get_number_of_workers(self) -> int:
         """How many workers report."""
         return self._num_workers
+
+
+def _woven(first: Iterable[_Telling], second: Iterable[_Telling]) -> list[_Telling]:
+    """Each of both once: `first` in its order, the others before what follows them in `second`."""
+    known = dict.fromkeys(first)
+    before: dict[_Telling, list[_Telling]] = {}
+    new: list[_Telling] = []
+    for telling in second:
+        if telling in known:
+            before[telling], new = new, []
+        else:
+            new.append(telling)
+    woven = []
+    for telling in known:
+        woven += [*before.get(telling, ()), telling]
+    return woven + new
 
 
 class KVConnectorKVEvents(ABC):
@@ -133,7 +181,11 @@ class KVConnectorKVEvents(ABC):
         """Forget them."""
 
     def merge(self, other: KVConnectorKVEvents) -> Self:
-        """Take other workers' events of the same step; returns this object."""
+        """Take other workers' events of the same step; returns this object.
+
+        This takes `other` as one worker's: a class whose merged objects are merged again must
+        bring its own, which keeps the counts.
+        """
         self.add_events(other.get_all_events())
         self.increment_workers(other.get_number_of_workers())
         return self
@@ -161,6 +213,13 @@ class CountedKVEvents(KVConnectorKVEvents):
     def increment_workers(self, count: int = 1) -> None:
         """See the base class."""
         self._aggregator.increment_workers(count)
+
+    def merge(self, other: KVConnectorKVEvents) -> Self:
+        """See the base class; the counts of what was merged before are kept."""
+        if not isinstance(other, CountedKVEvents):
+            return super().merge(other)
+        self._aggregator.merge(other._aggregator)
+        return self
 
     def get_all_events(self) -> list[KVCacheEvent]:
         """See the base class."""
