@@ -12,6 +12,7 @@ import enum
 import importlib
 import inspect
 import logging
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, NamedTuple
 
 from interlace.connectors.base import KVConnectorBase_V1
@@ -51,17 +52,21 @@ _NOT_THERE_YET = frozenset(
     {
         "FlexKVConnectorV1",
         "HF3FSKVConnector",
+        "HiSparseConnector",
         "LMCacheConnectorV1",
         "LMCacheMPConnector",
         "MoRIIOConnector",
         "MooncakeConnector",
+        "MooncakeStoreConnector",
         "NixlConnector",
+        "NixlPullConnector",
+        "NixlPushConnector",
         "OffloadingConnector",
         "P2pNcclConnector",
         "SimpleCPUOffloadConnector",
     }
 )
-"""vLLM's other built-in connectors."""
+"""vLLM's other built-in connectors, up to 0.32."""
 
 
 class KVConnectorFactory:
@@ -162,20 +167,25 @@ class KVConnectorFactory:
 
     def get_connector_class_by_name(self, name: str) -> type[KVConnectorBase_V1]:
         """The registered class of that name. Raises: `ConfigError`."""
-        if name not in self._homes and name in _NOT_THERE_YET:
-            raise ConfigError(
-                f"the KV connector {name!r} is one of vLLM's that Interlace knows and does not have"
-                f" yet. There are: {', '.join(self.known_names)}. If you have a class of that name"
-                " for this engine, set kv_connector_module_path to its module."
-            )
         if name not in self._homes:
-            near = difflib.get_close_matches(name, self._homes, n=1)
-            hint = f" Did you mean {near[0]!r}?" if near else ""
             raise ConfigError(
-                f"there is no KV connector {name!r}.{hint} Known: {', '.join(self.known_names)}."
-                " For one of your own, set kv_connector_module_path to its module."
+                f"{self._what_lacks(name)} Known: {', '.join(self.known_names)}. For one of your"
+                " own, set kv_connector_module_path to its module."
             )
         return _load_class(*self._homes[name])
+
+    def _what_lacks(self, name: str) -> str:
+        """What is wrong with a name that is not registered, in a sentence or two."""
+        not_yet = "is one of vLLM's that Interlace knows and does not have yet."
+        if name in _NOT_THERE_YET:
+            return f"the KV connector {name!r} {not_yet}"
+        near = _nearest(name, (*_NOT_THERE_YET, *self._homes))
+        if near is None:
+            return f"there is no KV connector {name!r}."
+        hint = f"Did you mean {near!r}?"
+        if near not in self._homes:
+            hint += f" That {not_yet}"
+        return f"there is no KV connector {name!r}. {hint}"
 
     def _get_connector_class_with_compat(
         self, kv_transfer_config: KVTransferConfig
@@ -203,6 +213,20 @@ class KVConnectorFactory:
                 " (vllm_config, role, kv_cache_config) and pass all three on.",
                 cls.__name__,
             )
+
+
+def _nearest(name: str, names: Iterable[str]) -> str | None:
+    """The one of `names` that `name` may be meant for, however it is spelt.
+
+    "Connector" is left aside: all would be near each other by it.
+    """
+    by_key = {_key(known): known for known in names}
+    near = difflib.get_close_matches(_key(name), by_key, n=1)
+    return by_key[near[0]] if near else None
+
+
+def _key(name: str) -> str:
+    return name.lower().replace("connector", "")
 
 
 def _load_class(module_path: str, class_name: str) -> type[KVConnectorBase_V1]:

@@ -96,6 +96,22 @@ class KVTransferConfig(Options):
             isinstance(self.kv_connector_extra_config, Mapping),
             "kv_connector_extra_config must be a mapping.",
         )
+        self._check_fields_of_others()
+
+    def _check_fields_of_others(self) -> None:
+        """Refuse what no connector could use, before one fails over it far from here."""
+        for name in ("engine_id", "kv_buffer_device", "kv_ip"):
+            value = getattr(self, name)
+            self.require(
+                isinstance(value, str) and value.strip() != "",
+                f"{name} must be a text that is not empty, not {value!r}; leave it out for the"
+                " default.",
+            )
+        self.require_number("kv_buffer_size", 0)
+        if self.kv_rank is not None:
+            self.require_int("kv_rank", 0)
+        self.require_int("kv_parallel_size", 1)
+        self.require_int("kv_port", 0, 65535)
 
     @property
     def is_kv_transfer_instance(self) -> bool:

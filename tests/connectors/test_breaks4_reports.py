@@ -87,7 +87,6 @@ def test_a_childs_late_report_does_not_let_the_next_request_of_that_id_go() -> N
 # -------------------------------------------------------------------- events
 
 
-@pytest.mark.xfail(strict=True, reason="merging what was merged counts each event once")
 def test_merged_events_can_be_merged_again() -> None:
     first, second, third, fourth = (CountedKVEvents([STORED]) for _ in range(4))
     merged = first.merge(second).merge(third.merge(fourth))
@@ -95,13 +94,11 @@ def test_merged_events_can_be_merged_again() -> None:
     assert merged.aggregate().get_all_events() == [STORED]
 
 
-@pytest.mark.xfail(strict=True, reason="counts by event, so that one worker can stand for two")
 def test_an_event_that_one_worker_tells_twice_is_not_common() -> None:
     merged = CountedKVEvents([STORED, STORED]).merge(CountedKVEvents([]))
     assert merged.aggregate().get_all_events() == []
 
 
-@pytest.mark.xfail(strict=True, reason="equal events are one, at the place of the first")
 def test_the_last_word_on_a_block_is_kept() -> None:
     """Stored, evicted and stored again in one step: it is there."""
     assert CountedKVEvents([STORED, REMOVED, STORED]).get_all_events()[-1] == STORED
@@ -155,6 +152,13 @@ class Exits(ScriptedConnector):
         raise SystemExit(3)
 
 
+class Mumbles(ScriptedConnector):
+    """Answers with something else than handshake metadata."""
+
+    def get_handshake_metadata(self) -> Any:
+        return {"port": 5}
+
+
 async def run_one(cls: type[ScriptedConnector]) -> None:
     factory = KVConnectorFactory()
     factory.register_connector("Mine", __name__, cls.__name__)
@@ -193,6 +197,15 @@ async def test_a_decorated_hook_is_named_by_its_own_name() -> None:
         await run_one(Wrapped)
 
 
+async def test_handshake_metadata_is_of_its_kind() -> None:
+    message = (
+        r"Mumbles\.get_handshake_metadata answered \{'port': 5\}, but it must be a"
+        " KVConnectorHandshakeMetadata or None"
+    )
+    with pytest.raises(ConnectorError, match=message):
+        await run_one(Mumbles)
+
+
 async def test_a_hook_that_exits_is_named() -> None:
     with pytest.raises(EngineDeadError, match=r"Exits\.wait_for_save"):
         await run_one(Exits)
@@ -201,7 +214,6 @@ async def test_a_hook_that_exits_is_named() -> None:
 # -------------------------------------------------------------------- configuration
 
 
-@pytest.mark.xfail(strict=True, reason="fields that outside connectors read are not checked")
 @pytest.mark.parametrize(
     "fields",
     [
@@ -221,7 +233,6 @@ def test_a_bad_value_is_refused_where_it_is_given(fields: dict[str, Any]) -> Non
         KVTransferConfig(kv_connector="Mine", kv_role="kv_both", **fields)
 
 
-@pytest.mark.xfail(strict=True, reason="the hint knows only names that are there")
 @pytest.mark.parametrize(
     "name", ["nixlconnector", "NixlPullConnector", "MooncakeStoreConnector", "LMCacheConnector"]
 )

@@ -20,7 +20,7 @@ CACHE = KVCacheConfig(num_blocks=4, kv_cache_groups=())
 SCHEDULER, WORKER = KVConnectorRole.SCHEDULER, KVConnectorRole.WORKER
 PLUGIN = """
 from interlace.connectors.base import KVConnectorBase_V1
-from interlace.engine.errors import ModelError
+from interlace.engine.errors import ConfigError, ModelError
 from interlace.engine.kv_connector import KVConnectorMetadata
 
 class Base(KVConnectorBase_V1):
@@ -111,6 +111,10 @@ class NoLayout(Base):
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config): raise KeyError("layout")
 
+class Particular(Base):
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config): raise ConfigError("set page_kind")
+
 class Stranger: ...
 
 number = 3
@@ -172,11 +176,15 @@ def test_the_built_in_connectors_are_known() -> None:
     [
         "FlexKVConnectorV1",
         "HF3FSKVConnector",
+        "HiSparseConnector",
         "LMCacheConnectorV1",
         "LMCacheMPConnector",
         "MoRIIOConnector",
         "MooncakeConnector",
+        "MooncakeStoreConnector",
         "NixlConnector",
+        "NixlPullConnector",
+        "NixlPushConnector",
         "OffloadingConnector",
         "P2pNcclConnector",
         "SimpleCPUOffloadConnector",
@@ -188,6 +196,21 @@ def test_the_protocols_other_connectors_are_known_and_not_there_yet(name: str) -
     factory = KVConnectorFactory()
     factory.register_connector(name, "factory_plugin", "Base")  # somebody has brought it
     assert type(factory.create_connector(config_of(name, None), WORKER, CACHE)).__name__ == "Base"
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("nixlconnector", r"Did you mean 'NixlConnector'\? That is one of vLLM's .* does not have"),
+        ("Mooncake", "Did you mean 'MooncakeConnector'"),
+        ("EXAMPLECONNECTOR", r"Did you mean 'ExampleConnector'\? Known"),
+        ("multi", r"Did you mean 'MultiConnector'\? Known"),
+        ("MyConnector", r"there is no KV connector 'MyConnector'\. Known"),
+    ],
+)
+def test_the_hint_is_of_names_that_are_near_without_the_word_all_have(name: str, hint: str) -> None:
+    with pytest.raises(ConfigError, match=hint):
+        KVConnectorFactory().get_connector_class_by_name(name)
 
 
 @pytest.mark.parametrize(
@@ -229,6 +252,7 @@ def test_the_required_layout_is_asked_of_the_class(name: str, layout: str) -> No
     [
         ("Sideways", "Sideways needs the KV-cache layout 'DHN'.* may return 'NHD', 'HND' or None"),
         ("NoLayout", "NoLayout.get_required_kvcache_layout raised KeyError: 'layout'"),
+        ("Particular", "^set page_kind$"),
     ],
 )
 def test_a_layout_that_does_not_exist_is_refused(name: str, message: str) -> None:

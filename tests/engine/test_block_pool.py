@@ -56,6 +56,13 @@ def test_the_null_block_is_never_handed_out() -> None:
     assert pool.null_block.ref_cnt == 0
 
 
+def test_the_null_block_is_not_held_by_mistake() -> None:
+    pool = make_pool(3)
+    with pytest.raises(AssertionError, match="the null block cannot be held: leave it out"):
+        pool.touch([pool.null_block])
+    assert pool.null_block.ref_cnt == 0
+
+
 @pytest.mark.parametrize("asked", [3, 4, 5])
 def test_b43_exactly_as_many_as_there_are(asked: int) -> None:
     pool = make_pool(4)
