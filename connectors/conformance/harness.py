@@ -204,10 +204,16 @@ class Harness:
             lambda: self.scheduler.finish_request(request, RequestStatus.FINISHED_ABORTED)
         )
 
-    def ask(self, request: Request) -> None:
-        """Ask the connector about a request without blocks, as the engine may at any time."""
-        side = self.parts.stand_in
+    def ask(self, request: Request, kv_transfer_params: dict[str, Any] | None = None) -> None:
+        """Ask the connector about a request without blocks, as the engine may at any time.
+
+        With `kv_transfer_params` as the request's, but for this question only.
+        """
+        side, own = self.parts.stand_in, request.kv_transfer_params
+        if kv_transfer_params is not None:
+            request.kv_transfer_params = dict(kv_transfer_params)
         self._guarded(lambda: side.get_num_new_matched_tokens(request, 0))
+        request.kv_transfer_params = own
 
     def tokens_of(self, request: Request) -> list[int]:
         """What was generated so far."""

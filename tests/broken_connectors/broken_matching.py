@@ -106,6 +106,19 @@ class KeysForgetTheAnswer(MemoryConnector):
         return hashlib.sha256(repr(named).encode()).digest()
 
 
+class PopsItsParameter(MemoryConnector):
+    """Takes its parameter out of `kv_transfer_params` in the match query: asked again it has
+    nothing."""
+
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        params = request.kv_transfer_params
+        if params is not None and not params.pop("do_remote_prefill", False):
+            return 0, False
+        return super().get_num_new_matched_tokens(request, num_computed_tokens)
+
+
 BROKEN = [
     Broken(ReservesAtTheQuery, "match-has-no-effects"),
     Broken(DropsWhatIsAskedFor, "match-has-no-effects"),
@@ -116,4 +129,5 @@ BROKEN = [
     Broken(KeyForgetsSalt, "keys-tell-salts-apart"),
     Broken(KeyForgetsPrefix, "loaded-kv-right", seen_in="tokens-hit"),
     Broken(KeysForgetTheAnswer, "tokens-preempted"),
+    Broken(PopsItsParameter, "match-has-no-effects"),
 ]

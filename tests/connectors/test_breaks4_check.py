@@ -126,19 +126,6 @@ def test_a_mistake_that_nobody_listed_is_found(
 # -------------------------------------------------------------------- new mistakes, not found
 
 
-class PopsItsParameter(MemoryConnector):
-    """Takes its parameter out of `kv_transfer_params` in the match query: asked again it has
-    nothing."""
-
-    def get_num_new_matched_tokens(
-        self, request: Request, num_computed_tokens: int
-    ) -> tuple[int | None, bool]:
-        params = request.kv_transfer_params
-        if params is not None and not params.pop("do_remote_prefill", False):
-            return 0, False
-        return super().get_num_new_matched_tokens(request, num_computed_tokens)
-
-
 class SleepsInTheQuery(MemoryConnector):
     """Asks a server, 30 ms each time, on the event loop."""
 
@@ -180,7 +167,6 @@ class OpensFiles(MemoryConnector):
 
 
 NOT_FOUND = [
-    (PopsItsParameter, "match-has-no-effects", "no request has kv_transfer_params"),
     (SleepsInTheQuery, "tokens-cold", "slow hooks are logged only, and the command mutes the log"),
     (KeepsCopies, "tokens-hit", "only what knows a request's id is seen as left over"),
     (OpensFiles, "tokens-hit", "open files are not counted"),

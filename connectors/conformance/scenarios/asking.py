@@ -9,6 +9,17 @@ from interlace.connectors.conformance.harness import Harness
 from interlace.connectors.conformance.stage import Scenario, Stage
 
 _REPEATS = 4
+_REMOTE_PREFILL = {
+    "do_remote_prefill": True,
+    "do_remote_decode": False,
+    "remote_engine_id": "nobody",
+    "remote_request_id": "nothing",
+    "remote_block_ids": [1],
+    "remote_host": "localhost",
+    "remote_port": 1,
+    "tp_size": 1,
+}
+"""What a router tells a decoding engine. Only questions have it: nobody is at the other end."""
 
 
 def _match_has_no_effects(stage: Stage) -> None:
@@ -50,6 +61,8 @@ def _ask_without_admission(
     other = engine.add("asked-and-aborted", prompt, max_tokens=3)
     for _ in range(num_repeats):
         engine.ask(other)
+    if num_repeats:
+        engine.ask(other, _REMOTE_PREFILL)
     engine.abort(other)
     engine.run()
     engine.add("hit-after-all", prompt, max_tokens=3)
