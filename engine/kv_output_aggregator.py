@@ -15,14 +15,15 @@ from interlace.engine.scheduler_output import SchedulerOutput
 
 MAX_OPEN_SENDS = 4096
 """Ids that some workers have reported as sent though no request of that name was heard to have
-ended. Beyond it the oldest is dropped: nobody can wait for it."""
+ended: beyond it the oldest is dropped, for nobody can wait for it. And loads of requests that all
+reported as sent since: the protocol asks for one report of the two, so seldom for these."""
 MAX_SILENT_ENDS = 1 << 16
 """Ended requests that no worker has reported. Most are never held, so they are forgotten in time:
 the oldest beyond this number. If one is reported after all, it counts, among `MAX_OPEN_SENDS`."""
 MAX_UNEVEN_SENDS = 1 << 17
 """Ended requests that some workers have reported as sent and others have not. None is dropped, for
 each may be held. A held request has at least one block that was taken for it alone, so the pool
-bounds how many there are, far below this number; beyond it the workers do not report alike."""
+bounds how many wait, in practice far below this; beyond it the workers do not report alike."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -47,6 +48,7 @@ class KVOutputAggregator:
         """`expected_finished_count`: workers that report each id."""
         self._expected = expected_finished_count
         self._loading: dict[str, _Count] = {}  # begun, and not reported by enough workers
+        self._let_go: dict[str, _Count] = {}  # loads of requests that were reported as sent since
         self._silent: dict[str, None] = {}  # ended, in this order, and not reported by any worker
         self._sending: dict[str, _Count] = {}  # ended, and not reported by enough workers
         self._unasked: dict[str, _Count] = {}  # not heard to have ended; by their first report
@@ -64,6 +66,7 @@ class KVOutputAggregator:
         while len(self._silent) > MAX_SILENT_ENDS:
             del self._silent[next(iter(self._silent))]
         for request_id in output.async_loading_req_ids:  # of the next one of a name that has ended
+            self._let_go.pop(request_id, None)
             self._loading[request_id] = _Count(self._expected)
 
     def aggregate(self, outputs: Sequence[KVConnectorOutput | None]) -> KVConnectorOutput | None:
@@ -93,11 +96,12 @@ class KVOutputAggregator:
     def _count_loads(self, rank: int, request_ids: Iterable[str]) -> set[str]:
         complete = set()
         for request_id in request_ids:
-            count = self._loading.get(request_id)
+            counts = self._loading if request_id in self._loading else self._let_go
+            count = counts.get(request_id)
             if count is None:
                 self._num_strays += 1
             elif self._is_complete(count, rank):
-                del self._loading[request_id]
+                del counts[request_id]
                 complete.add(request_id)
                 if count.has_ended:
                     self._silent.pop(request_id, None)
@@ -114,7 +118,8 @@ class KVOutputAggregator:
                 complete.add(request_id)
                 load = self._loading.get(request_id)
                 if load is not None and load.has_ended:
-                    del self._loading[request_id]
+                    # Counted on for a while: the engine may wait for the load and not for this.
+                    self._let_go[request_id] = self._loading.pop(request_id)
         self._bound_sends()
         return complete
 
@@ -126,8 +131,9 @@ class KVOutputAggregator:
         return self._sending if request_id in self._sending else self._unasked
 
     def _bound_sends(self) -> None:
-        while len(self._unasked) > MAX_OPEN_SENDS:
-            self._num_strays += len(self._unasked.pop(next(iter(self._unasked))).ranks)
+        for counts in (self._unasked, self._let_go):
+            while len(counts) > MAX_OPEN_SENDS:
+                self._num_strays += len(counts.pop(next(iter(counts))).ranks)
         if len(self._sending) > MAX_UNEVEN_SENDS:
             raise ConnectorError(
                 f"more than {MAX_UNEVEN_SENDS} ended requests were reported as sent by some workers"

@@ -160,6 +160,25 @@ def test_either_report_of_a_request_that_ended_while_it_loaded_ends_both_counts(
     assert [aggregator._loading, aggregator._sending, aggregator._silent] == [{}, {}, {}]
 
 
+def test_a_load_still_counts_after_a_send_that_nobody_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The engine holds the blocks for the load alone, if the connector did not ask to keep them."""
+    monkeypatch.setattr(kv_output_aggregator, "MAX_OPEN_SENDS", 2)
+    aggregator = KVOutputAggregator(2)
+    aggregator.begin_step(step(loading={"a", "b", "c"}))
+    aggregator.begin_step(step(finished={"a", "b", "c"}))
+    assert aggregator.aggregate([received("a"), None]) is None
+    assert aggregator.aggregate([sent("a"), sent("a")]) == sent("a")
+    assert aggregator.aggregate([None, received("a")]) == received("a")
+    for name in "bc":
+        assert aggregator.aggregate([sent(name), sent(name)]) == sent(name)
+    aggregator.begin_step(step(loading={"d"}))
+    aggregator.begin_step(step(finished={"d"}))
+    assert aggregator.aggregate([sent("d"), sent("d")]) == sent("d")
+    assert list(aggregator._let_go) == ["c", "d"]
+
+
 def test_the_load_of_the_next_request_of_that_id_is_not_ended_by_a_send() -> None:
     aggregator = KVOutputAggregator(2)
     aggregator.begin_step(step(loading={"a"}, finished={"a"}))
