@@ -169,7 +169,8 @@ class Harness:
         if num_tokens >= most:
             raise ConfigError(
                 f"this engine has room for {most} tokens, and the check has a prompt of"
-                f" {num_tokens}: let the engine options of {self.subject.name} have more blocks."
+                f" {num_tokens}: let the engine options of {self.subject.name} give it more or"
+                " smaller blocks."
             )
 
     def _request(

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from interlace.connectors.base import CheckSetup
-from interlace.connectors.conformance.subject import Subject
+from interlace.connectors.conformance.engine_shape import EngineShape
+from interlace.connectors.conformance.subject import Subject, engine_config
 from interlace.engine.errors import ConfigError
 
 
@@ -36,9 +37,11 @@ class Setups:
     def next(self) -> Subject:
         """The subject of the next run. Raises: `ConfigError`."""
         setup = self._setup()
-        return dataclasses.replace(
+        subject = dataclasses.replace(
             self._subject, extra_config=setup.extra_config, engine_options=setup.engine_options
         )
+        engine_config(subject, EngineShape().options(), "recompute")  # refuses what does not fit
+        return subject
 
     def _setup(self) -> CheckSetup:
         extra, options = self._extra_config, self._engine_options
@@ -61,4 +64,6 @@ class Setups:
             ) from error
         if not isinstance(setup, CheckSetup):
             raise ConfigError(f"{name}.check_setup answered {setup!r}: return a CheckSetup.")
+        if not isinstance(setup.engine_options, Mapping):
+            raise ConfigError(f"{name}.check_setup: engine_options must be a dict.")
         return setup

@@ -99,7 +99,4 @@ def engine_config(subject: Subject, options: dict[str, Any], failure_policy: str
         **options,
         **subject.engine_options,
     }
-    try:
-        return EngineConfig(**wanted)
-    except TypeError as error:
-        raise ConfigError(f"the engine options of {subject.name} do not fit: {error}") from error
+    return EngineConfig(**wanted)

@@ -6,6 +6,8 @@ import threading
 from typing import Any
 
 import pytest
+from memory_connector import MemoryConnector
+from memory_store import MemoryStore
 
 from interlace.connectors.base import CheckSetup, KVConnectorBase_V1
 from interlace.connectors.conformance import (
@@ -176,6 +178,45 @@ class BadSetup(ScriptedConnector):
         raise OSError("no such device")
 
 
+class NoSetup(ScriptedConnector):
+    """Says nothing of how it wants to be run."""
+
+    @classmethod
+    def check_setup(cls, scratch: Any) -> Any:
+        return None
+
+
+class NoOptions(ScriptedConnector):
+    """Says nothing of the engine."""
+
+    @classmethod
+    def check_setup(cls, scratch: Any) -> Any:
+        return CheckSetup({"script": Script()}, engine_options=None)  # type: ignore[arg-type]
+
+
+class SetupExits(ScriptedConnector):
+    """Gives up for the whole process."""
+
+    @classmethod
+    def check_setup(cls, scratch: Any) -> CheckSetup:
+        raise SystemExit(0)
+
+
+class ExitsWhenMade(ScriptedConnector):
+    """The same, a moment later."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        raise SystemExit(0)
+
+
+class NoLayout(ScriptedConnector):
+    """Cannot say how its pages have to lie."""
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: Any) -> Any:
+        raise OSError("no such device")
+
+
 class Unfinished(KVConnectorBase_V1):
     """Lacks most of it."""
 
@@ -195,6 +236,11 @@ class Unfinished(KVConnectorBase_V1):
         (Unfinished, "lacks"),
         (Refuses, "no such device"),
         (BadSetup, "check_setup raised OSError"),
+        (NoSetup, "check_setup answered None"),
+        (NoOptions, "engine_options must be a dict"),
+        (SetupExits, "check_setup raised SystemExit"),
+        (ExitsWhenMade, "constructor raised SystemExit"),
+        (NoLayout, "get_required_kvcache_layout raised OSError"),
     ],
 )
 def test_what_cannot_be_checked_is_refused(connector: Any, message: str) -> None:
@@ -205,6 +251,46 @@ def test_what_cannot_be_checked_is_refused(connector: Any, message: str) -> None
 def test_a_configuration_that_the_connector_refuses_is_refused() -> None:
     with pytest.raises(ConfigError, match="pass a Script object"):
         check_connector(ScriptedConnector, {})
+
+
+def test_a_pool_that_is_too_small_for_the_prompts_is_refused() -> None:
+    options = {"num_gpu_blocks_override": 3}
+    with pytest.raises(ConfigError, match="room for 8 tokens"):
+        check(ScriptedConnector, engine_options=options)
+
+
+@pytest.mark.parametrize("seed", [-1, 2**63])
+def test_a_seed_out_of_range_is_refused(seed: int) -> None:
+    with pytest.raises(ConfigError, match="the seed is"):
+        check(ScriptedConnector, seed=seed)
+
+
+class CountsWords(ScriptedConnector):
+    """Says how many workers report in words, which the engine minds while it is opened."""
+
+    def get_finished_count(self) -> Any:
+        return "two"
+
+
+def test_what_the_engine_minds_while_it_is_opened_is_a_violation() -> None:
+    report = check(CountsWords)
+    assert report.failed == ["answers-lawful"]
+    assert "CountsWords.get_finished_count" in report.result("answers-lawful").detail
+
+
+class ExitsOnALane(MemoryConnector):
+    """Ends the process in work that is done for it."""
+
+    def load_block(self, layer_name: str, key: bytes, block_id: int) -> None:
+        raise SystemExit(0)
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_work_on_a_lane_that_exits_is_a_violation(is_async: bool) -> None:
+    extra = {"store": MemoryStore(), "load_async": is_async}
+    report = check_connector(ExitsOnALane, extra, only=("tokens-hit",), fail_fast=True)
+    assert report.failed == ["hooks-do-not-raise"]
+    assert "SystemExit" in report.result("hooks-do-not-raise").detail
 
 
 def test_an_unknown_property_is_refused() -> None:
