@@ -19,6 +19,7 @@ from interlace.connectors.conformance.engine_shape import EngineShape
 from interlace.connectors.conformance.findings import Trace, Violation
 from interlace.connectors.conformance.hook_calls import describe_step
 from interlace.connectors.conformance.lawful_answers import LawfulAnswers
+from interlace.connectors.conformance.open_files import FilesSince
 from interlace.connectors.conformance.oracle import Oracle
 from interlace.connectors.conformance.pages import Pages
 from interlace.connectors.conformance.parts import Parts, open_parts
@@ -78,6 +79,8 @@ class Harness:
         self._executed: collections.deque[ModelRunnerOutput] = collections.deque()
         """Results of the oldest steps in flight."""
         self._threads = ThreadsSince()
+        self.files = FilesSince()
+        """Those that the connector, or who else runs meanwhile, has open."""
         self.lanes = WatchedLanes(self.watch, self.shape.lane_seed, self.shape.lane_policy)
         self._open(model)
 

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from interlace.connectors.conformance.harness import Harness
+from interlace.connectors.conformance.open_files import MAX_LEFT_OPEN
 from interlace.connectors.conformance.retention import find_remembered
 from interlace.engine.config import EngineConfig, KVTransferConfig
 
@@ -38,8 +39,23 @@ def check_idle(harness: Harness, grace_s: float = GRACE_S) -> None:
             "idle-at-the-end",
             f"all requests have ended, but {harness.subject.name}'s {remembered}.",
         )
+    _check_files(harness, deadline_s)
     harness.watch.evidence["idle"] += 1
     harness.watch.findings.raise_first()
+
+
+def _check_files(harness: Harness, deadline_s: float) -> None:
+    """Handles that a request needed are closed by now, or before `deadline_s` by threads."""
+    while harness.files.num_open() > MAX_LEFT_OPEN:
+        if harness.has_own_threads and time.monotonic() < deadline_s:
+            time.sleep(_NAP_S)
+            continue
+        harness.watch.findings.add(
+            "idle-at-the-end",
+            f"all requests have ended, but {harness.subject.name} left"
+            f" {harness.files.num_open()} files open: close what no request needs any more.",
+        )
+        return
 
 
 def _check_engine(harness: Harness) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
-from typing import Any
+from pathlib import Path
+from typing import IO, Any
 
 from memory_broken import Broken
 from memory_connector import MemoryConnector
@@ -107,6 +109,24 @@ class ForgetsAfterItsNews(MemoryConnector):
         return metadata
 
 
+class OpensFiles(MemoryConnector):
+    """Opens a file for each block that it loads, and closes none."""
+
+    def _begin_worker_side(self) -> None:
+        super()._begin_worker_side()
+        self._files: list[IO[bytes]] = []
+
+    def load_block(self, layer_name: str, key: bytes, block_id: int) -> None:
+        if len(self._files) < 50:
+            self._files.append(Path(os.devnull).open("rb"))  # noqa: SIM115 - the mistake
+        super().load_block(layer_name, key, block_id)
+
+    def shutdown(self) -> None:
+        super().shutdown()
+        for file in getattr(self, "_files", []):
+            file.close()
+
+
 BROKEN = [
     Broken(LeaksOnAbort, "idle-at-the-end", seen_in="aborted-in-every-state"),
     Broken(LeaksQueries, "idle-at-the-end", seen_in="tokens-cold"),
@@ -117,4 +137,5 @@ BROKEN = [
     Broken(Exits, "hooks-do-not-raise", seen_in="tokens-cold"),
     Broken(Hangs, "bounded-time", deadline_s=2.0, seen_in="tokens-cold"),
     Broken(ForgetsAfterItsNews, "hooks-do-not-raise", seen_in="aborted-in-every-state"),
+    Broken(OpensFiles, "idle-at-the-end", seen_in="tokens-hit"),
 ]

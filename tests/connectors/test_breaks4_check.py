@@ -4,12 +4,10 @@ unusual styles. What it does not find yet is an expected failure."""
 from __future__ import annotations
 
 import dataclasses
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import pytest
 from memory_connector import MemoryConnector
@@ -148,28 +146,9 @@ class KeepsCopies(MemoryConnector):
         self._kept += saves.copies[layer_name]
 
 
-class OpensFiles(MemoryConnector):
-    """Opens a file for each block that it loads, and closes none."""
-
-    def _begin_worker_side(self) -> None:
-        super()._begin_worker_side()
-        self._files: list[IO[bytes]] = []
-
-    def load_block(self, layer_name: str, key: bytes, block_id: int) -> None:
-        if len(self._files) < 50:
-            self._files.append(Path(os.devnull).open("rb"))  # noqa: SIM115 - the mistake
-        super().load_block(layer_name, key, block_id)
-
-    def shutdown(self) -> None:
-        super().shutdown()
-        for file in getattr(self, "_files", []):
-            file.close()
-
-
 NOT_FOUND = [
     (SleepsInTheQuery, "tokens-cold", "slow hooks are logged only, and the command mutes the log"),
     (KeepsCopies, "tokens-hit", "only what knows a request's id is seen as left over"),
-    (OpensFiles, "tokens-hit", "open files are not counted"),
 ]
 
 
