@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import platform
 from importlib import metadata
 from pathlib import Path
+
+from interlace.layers.hardware.host import usable_cores
 
 CPUINFO = Path("/proc/cpuinfo")
 
@@ -21,13 +22,6 @@ def cpu_model(cpuinfo: Path = CPUINFO) -> str:
         if key.strip() == "model name":
             return value.strip()
     return platform.processor() or platform.machine() or "unknown"
-
-
-def usable_cores() -> int:
-    """Cores that this process may run on."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def version_of(package: str) -> str | None:

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 
 from interlace.engine.kv_connector import KVConnectorMetadata, KVConnectorWorkerMetadata
-from interlace.engine.kv_connector_stats import KVConnectorStats
+from interlace.engine.kv_connector_stats import CountingStats
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -47,27 +47,9 @@ class HiddenStatesReport(KVConnectorWorkerMetadata):
         return HiddenStatesReport(self.written | other.written, {**self.failed, **other.failed})
 
 
-class HiddenStatesStats(KVConnectorStats):
+class HiddenStatesStats(CountingStats):
     """Files: `written`, and `failed` to be."""
 
     def count(self, name: str) -> None:
         """One more."""
         self.data[name] = self.data.get(name, 0) + 1
-
-    def reset(self) -> None:
-        """See the base class."""
-        self.data = {}
-
-    def aggregate(self, other: KVConnectorStats) -> HiddenStatesStats:
-        """See the base class."""
-        for name, number in other.data.items():
-            self.data[name] = self.data.get(name, 0) + number
-        return self
-
-    def reduce(self) -> dict[str, int | float]:
-        """See the base class."""
-        return dict(self.data)
-
-    def is_empty(self) -> bool:
-        """See the base class."""
-        return not self.data

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 if TYPE_CHECKING:
     from interlace.engine.config import EngineConfig
@@ -39,6 +39,28 @@ class KVConnectorStats(ABC):
     @abstractmethod
     def is_empty(self) -> bool:
         """Whether nothing was counted."""
+
+
+class CountingStats(KVConnectorStats):
+    """Statistics that are numbers by name and add up, also over workers."""
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self.data.clear()
+
+    def aggregate(self, other: KVConnectorStats) -> Self:
+        """Add `other`'s numbers to these."""
+        for name, number in other.data.items():
+            self.data[name] = self.data.get(name, 0) + number
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        """The numbers as they are."""
+        return dict(self.data)
+
+    def is_empty(self) -> bool:
+        """Whether nothing was counted."""
+        return not any(self.data.values())
 
 
 class KVConnectorPromMetrics(ABC):

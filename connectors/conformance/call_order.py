@@ -34,7 +34,6 @@ _ONCE = frozenset(
         "set_xfer_handshake_metadata",
     )
 )
-_BEFORE_THE_FIRST_STEP = _ONCE
 
 
 class CallOrder(Detector):

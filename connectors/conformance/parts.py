@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -20,6 +19,7 @@ from interlace.engine.kv_connector import KVConnectorRole
 from interlace.engine.ports import StepRunner
 from interlace.engine.scheduler import Scheduler
 from interlace.layers.checkpoint import LoadedModel
+from interlace.layers.checkpoint.loading import Silent
 
 
 class Parts(NamedTuple):
@@ -41,15 +41,6 @@ class Parts(NamedTuple):
         self.runner.close()
 
 
-class _Silent:
-    """A `Progress` that shows nothing."""
-
-    @contextlib.contextmanager
-    def task(self, description: str, total: float | None) -> Iterator[Callable[[float], None]]:
-        """See `Progress`."""
-        yield lambda amount: None
-
-
 def open_parts(
     subject: Subject, shape: EngineShape, model: LoadedModel, watch: Watch, lanes: WatchedLanes
 ) -> Parts:
@@ -59,7 +50,7 @@ def open_parts(
 
     config = engine_config(subject, shape.options(), shape.failure_policy)
     factory = WatchingFactory(subject.cls, watch)
-    made = make_parts(config, model, _Silent(), factory, lanes)
+    made = make_parts(config, model, Silent(), factory, lanes)
     try:
         scheduler = Scheduler(
             made.config.scheduler_config,

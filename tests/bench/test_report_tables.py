@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from interlace.bench.machine import cpu_model, machine_facts, usable_cores, version_of
+from interlace.bench.machine import cpu_model, machine_facts, version_of
 from interlace.bench.report import Check, Report, Row
 from interlace.bench.spread import Spread
 from interlace.bench.tables import draw
+from interlace.layers.hardware.host import usable_cores
 
 REPORT = Report(
     "decode",

@@ -19,7 +19,11 @@ from interlace.engine.connector_metrics import WINDOW_S, ConnectorMetrics
 from interlace.engine.errors import ConnectorError
 from interlace.engine.events import EventBus
 from interlace.engine.kv_connector import KVConnectorRole
-from interlace.engine.kv_connector_stats import KVConnectorPromMetrics, KVConnectorStats
+from interlace.engine.kv_connector_stats import (
+    CountingStats,
+    KVConnectorPromMetrics,
+    KVConnectorStats,
+)
 from interlace.engine.kv_events import (
     MEDIUM_CPU,
     AllBlocksCleared,
@@ -32,20 +36,8 @@ from interlace.engine.kv_events import (
 
 
 @dataclasses.dataclass
-class Steps(KVConnectorStats):
-    def reset(self) -> None:
-        self.data.clear()
-
-    def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
-        for name, number in other.data.items():
-            self.data[name] = self.data.get(name, 0) + number
-        return self
-
-    def reduce(self) -> dict[str, int | float]:
-        return dict(self.data)
-
-    def is_empty(self) -> bool:
-        return not self.data
+class Steps(CountingStats):
+    """Numbers of these tests."""
 
 
 class StepsExporter(KVConnectorPromMetrics):

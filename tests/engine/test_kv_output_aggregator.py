@@ -13,26 +13,14 @@ from hypothesis import strategies as st
 from interlace.engine import kv_output_aggregator
 from interlace.engine.errors import ConnectorError
 from interlace.engine.kv_connector import KVConnectorOutput, KVConnectorWorkerMetadata
-from interlace.engine.kv_connector_stats import KVConnectorStats
+from interlace.engine.kv_connector_stats import CountingStats
 from interlace.engine.kv_events import BlockRemoved, CountedKVEvents
 from interlace.engine.kv_output_aggregator import MAX_OPEN_SENDS, KVOutputAggregator
 from interlace.engine.scheduler_output import CachedRequestData, SchedulerOutput
 
 
-class Counts(KVConnectorStats):
-    def reset(self) -> None:
-        self.data.clear()
-
-    def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
-        for name, number in other.data.items():
-            self.data[name] = self.data.get(name, 0) + number
-        return self
-
-    def reduce(self) -> dict[str, int | float]:
-        return dict(self.data)
-
-    def is_empty(self) -> bool:
-        return not self.data
+class Counts(CountingStats):
+    """Numbers of these tests."""
 
 
 class OtherCounts(Counts):
