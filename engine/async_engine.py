@@ -10,11 +10,12 @@ import asyncio
 import functools
 import itertools
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
+from interlace.engine.block_hash import TokenArray
 from interlace.engine.clock import MonotonicClock
 from interlace.engine.config import EngineConfig, KVTransferConfig, ModelConfig
 from interlace.engine.device_thread import DeviceThread, finish_despite_cancel, with_ordinary_errors
@@ -52,8 +53,9 @@ if TYPE_CHECKING:
 
     from interlace.engine.connector_metrics import ConnectorMetrics
 
-INLINE_TOKENS = 1024
-"""Longer prompts are hashed in a thread; this many take about 0.2 ms."""
+INLINE_TOKENS = 16_384
+"""Longer prompts are hashed in a thread. This many take about 2 ms: less than the interpreter lets
+another thread run before it takes turns, so that a thread would only come later."""
 
 
 class AsyncEngine:
@@ -256,9 +258,8 @@ class AsyncEngine:
         else:
             self._preparing[request_id] = mailbox
             self._num_preparing += 1
-            self._tasks.create_task(
-                self._prepare(lambda: build(token_ids or self._tokenize(text)), mailbox, request_id)
-            )
+            prepare = functools.partial(self._build, build, token_ids, text)
+            self._tasks.create_task(self._prepare(prepare, mailbox, request_id))
         return RequestStream(
             request_id, mailbox, functools.partial(self._abort, request_id, mailbox)
         )
@@ -388,7 +389,16 @@ class AsyncEngine:
             if self._preparing.get(request_id) is mailbox:  # a later request may have the id
                 del self._preparing[request_id]
 
-    def _tokenize(self, text: str | ChatMessages) -> Sequence[int]:
+    def _build(
+        self,
+        build: Callable[[TokenArray], Request],
+        token_ids: TokenArray | None,
+        text: str | ChatMessages,
+    ) -> Request:
+        """A request of token ids, or else of text or chat messages. Runs on a text thread."""
+        return build(self._tokenize(text) if token_ids is None else token_ids)
+
+    def _tokenize(self, text: str | ChatMessages) -> TokenArray:
         """Text or chat messages to checked token ids. Runs on a text thread."""
         assert self.tokenizer is not None
         token_ids = check_token_ids(tokenize(text, self.tokenizer), self.model_config.vocab_size)

@@ -6,7 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import TypeGuard, cast
 
 import numpy as np
+from numpy.typing import NDArray
 
+from interlace.engine.block_hash import TokenArray
 from interlace.engine.errors import PromptError
 from interlace.engine.tokenizer import Tokenizer
 
@@ -32,25 +34,18 @@ def is_token_ids(prompt: Prompt) -> TypeGuard[Sequence[int]]:
     return not isinstance(prompt, str) and not isinstance(prompt[0], Mapping)
 
 
-def _has_bool(token_ids: object) -> bool:
-    """Whether a plain sequence hides a truth value, which numpy takes for 0 or 1."""
-    if isinstance(token_ids, np.ndarray) or not isinstance(token_ids, Sequence):
-        return False
-    return not {bool, np.bool_}.isdisjoint(map(type, token_ids))
-
-
-def check_token_ids(token_ids: Sequence[int], vocab_size: int) -> tuple[int, ...]:
-    """An own copy of the ids, each in [0, vocab_size).
+def check_token_ids(token_ids: Sequence[int], vocab_size: int) -> TokenArray:
+    """An own, read-only copy of the ids, each in [0, vocab_size). Some 0.1 us an id.
 
     Raises: `PromptError` naming the first id that is not.
     """
     if len(token_ids) == 0:
-        return ()
+        return np.empty(0, dtype=np.int64)
     try:
-        array = np.asarray(token_ids)
+        array = np.array(token_ids)
     except (ValueError, OverflowError) as error:
         raise PromptError(_NOT_FLAT) from error
-    if array.ndim != 1 or array.dtype.kind not in "iu" or _has_bool(token_ids):
+    if array.ndim != 1 or array.dtype.kind not in "iu" or _has_bool(token_ids, array):
         raise PromptError(_NOT_FLAT)
     bad = np.flatnonzero((array < 0) | (array >= vocab_size))
     if bad.size:
@@ -58,7 +53,19 @@ def check_token_ids(token_ids: Sequence[int], vocab_size: int) -> tuple[int, ...
             f"token id {array[bad[0]]} at position {bad[0]} is outside the model's "
             f"vocabulary [0, {vocab_size})."
         )
-    return tuple(array.tolist())
+    checked = array.astype(np.int64, copy=False)
+    checked.setflags(write=False)
+    return checked
+
+
+def _has_bool(
+    token_ids: Sequence[object] | NDArray[np.integer], array: NDArray[np.integer]
+) -> bool:
+    """Whether a plain sequence hides a truth value, which numpy has taken for 0 or 1."""
+    if isinstance(token_ids, np.ndarray):
+        return False
+    places: list[int] = np.flatnonzero(array < 2).tolist()
+    return any(isinstance(token_ids[place], bool | np.bool_) for place in places)
 
 
 def own_copy(prompt: Prompt) -> str | ChatMessages:

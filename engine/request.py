@@ -9,7 +9,9 @@ import enum
 from collections.abc import Sequence
 from typing import Any
 
-from interlace.engine.block_hash import BlockHash, extend_hashes, root_hash
+import numpy as np
+
+from interlace.engine.block_hash import BlockHash, TokenArray, extend_hashes, root_hash
 from interlace.engine.block_pool import KVCacheBlock
 from interlace.engine.outputs import FinishReason, Usage
 from interlace.engine.sampling_params import SamplingParams
@@ -60,7 +62,7 @@ class Request:
     def __init__(
         self,
         request_id: str,
-        prompt_token_ids: Sequence[int],
+        prompt_token_ids: Sequence[int] | TokenArray,
         sampling_params: SamplingParams,
         *,
         seed: int,
@@ -76,7 +78,9 @@ class Request:
         `kv_transfer_params` is the KV connector's to read and change.
         """
         self.request_id = request_id
-        self.prompt_token_ids = tuple(prompt_token_ids)
+        self.prompt_array: TokenArray = np.asarray(prompt_token_ids, dtype=np.int64)
+        """The prompt, for those who take all of it at once. Not to be changed."""
+        self.prompt_token_ids: tuple[int, ...] = tuple(self.prompt_array.tolist())
         self.sampling_params = sampling_params
         self.seed = seed
         self.arrival = arrival
@@ -115,10 +119,7 @@ class Request:
 
         self._root_hash = root_hash(cache_salt=cache_salt)
         self._block_size = block_size
-        self._extend_hashes()
-
-    def _extend_hashes(self) -> None:
-        extend_hashes(self.block_hashes, self._root_hash, self.all_token_ids, self._block_size)
+        extend_hashes(self.block_hashes, self._root_hash, self.prompt_array, block_size)
 
     def note_failed_load(self, step_id: int) -> None:
         """Step `step_id` reported bad KV among this request's. Counts if the request loaded it."""
@@ -149,7 +150,7 @@ class Request:
     def append_output(self, token_id: int) -> None:
         """Take a sampled token whose placeholder was counted before."""
         self.all_token_ids.append(token_id)
-        self._extend_hashes()
+        extend_hashes(self.block_hashes, self._root_hash, self.all_token_ids, self._block_size)
 
     def hash_before(self, index: int) -> BlockHash:
         """The hash of all that stands before block number `index`."""

@@ -9,6 +9,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from interlace.engine.block_hash import TokenArray
 from interlace.engine.sampling_params import SamplingParams
 
 BlockIds = tuple[list[int], ...]
@@ -34,6 +35,9 @@ class NewRequestData:
     """All blocks that the request holds, prefix hits included, in order of position."""
     num_computed_tokens: int
     """Tokens whose KV is in those blocks when the step starts."""
+    prompt_array: TokenArray | None = dataclasses.field(default=None, compare=False, repr=False)
+    """The prompt once more, where it exists as an array: a long one is not to be converted again.
+    """
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

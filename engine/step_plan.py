@@ -123,6 +123,7 @@ def _new_request(item: ScheduledRequest) -> NewRequestData:
         seed=request.seed,
         block_ids=([block.block_id for block in request.blocks],),
         num_computed_tokens=item.num_computed_tokens,
+        prompt_array=request.prompt_array,
     )
 
 

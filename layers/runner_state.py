@@ -7,10 +7,11 @@ planned before the tokens of the step before it are known. Device thread.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
+from interlace.engine.block_hash import TokenArray
 from interlace.engine.sampling_params import SamplingParams
 from interlace.engine.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
 
@@ -18,8 +19,8 @@ from interlace.engine.scheduler_output import CachedRequestData, NewRequestData,
 class TokenBuffer:
     """A growing array of token ids."""
 
-    def __init__(self, token_ids: list[int] | tuple[int, ...]) -> None:
-        self._ids: NDArray[np.int64] = np.array(token_ids, dtype=np.int64)
+    def __init__(self, token_ids: Sequence[int] | TokenArray) -> None:
+        self._ids: TokenArray = np.array(token_ids, dtype=np.int64)
         self._length = len(token_ids)
 
     def __len__(self) -> int:
@@ -36,7 +37,7 @@ class TokenBuffer:
         """Forget the tokens from position `length` on."""
         self._length = min(self._length, length)
 
-    def view(self, start: int, end: int | None = None) -> NDArray[np.int64]:
+    def view(self, start: int, end: int | None = None) -> TokenArray:
         """Tokens [start, end) without a copy; valid until the next `append`."""
         return self._ids[start : self._length if end is None else end]
 
@@ -76,7 +77,9 @@ class RunnerState:
             sampling_params=new.sampling_params,
             seed=new.seed,
             num_prompt_tokens=len(new.prompt_token_ids),
-            tokens=TokenBuffer(new.prompt_token_ids),
+            tokens=TokenBuffer(
+                new.prompt_token_ids if new.prompt_array is None else new.prompt_array
+            ),
             block_ids=list(new.block_ids[0]),
             num_computed_tokens=new.num_computed_tokens,
         )

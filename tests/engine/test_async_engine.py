@@ -390,15 +390,15 @@ async def test_long_prompts_are_hashed_off_the_loop(monkeypatch: pytest.MonkeyPa
         extend_hashes(hashes, root, token_ids, block_size)
 
     monkeypatch.setattr(request_module, "extend_hashes", spy)
-    async with open_engine(is_open=True, num_blocks=2100, max_model_len=8200) as it:
-        for prompt in ([1] * 8000, "a" * 8100, [1] * 40):
+    async with open_engine(is_open=True, num_blocks=5000, max_model_len=18000) as it:
+        for prompt in ([1] * 17000, "a" * 8100, [1] * 8000):
             stream = it.generate(prompt, 1)
             await until(lambda: it.engine.snapshot().num_preparing_requests == 0)
             await stream.aclose()
             await it.assert_nothing_left()
-    assert threads[8000].startswith("interlace-text")
+    assert threads[17000].startswith("interlace-text")
     assert threads[8100].startswith("interlace-text")
-    assert threads[40] == threading.current_thread().name, "a thread would only cost time"
+    assert threads[8000] == threading.current_thread().name, "a thread would only cost time"
 
 
 # --- events and state ----------------------------------------------------------------------------
