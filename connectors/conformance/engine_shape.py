@@ -25,10 +25,12 @@ class EngineShape:
     lane_policy: Policy = "eager"
     lane_seed: int = 0
     block_size: int = 4
+    cudagraph_mode: str | None = None
+    """None: no graphs. Another mode needs a GPU, and takes a moment for each engine."""
 
     def options(self) -> dict[str, Any]:
         """Keywords of `EngineConfig`."""
-        return {
+        options: dict[str, Any] = {
             "max_inflight_steps": self.depth,
             "num_gpu_blocks_override": self.num_blocks + 1,
             "max_num_batched_tokens": self.max_num_batched_tokens,
@@ -36,3 +38,6 @@ class EngineShape:
             "enable_prefix_caching": self.prefix_caching,
             "block_size": self.block_size,
         }
+        if self.cudagraph_mode is not None:
+            options["cudagraph_mode"] = self.cudagraph_mode
+        return options

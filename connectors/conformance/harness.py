@@ -26,8 +26,13 @@ from interlace.connectors.conformance.parts import Parts, open_parts
 from interlace.connectors.conformance.stalls import Stalls, ThreadsSince
 from interlace.connectors.conformance.store_damage import StoreDamage
 from interlace.connectors.conformance.stored_truth import StoredTruth
-from interlace.connectors.conformance.subject import Subject, connector_class
-from interlace.connectors.conformance.tiny_model import tiny_model
+from interlace.connectors.conformance.subject import (
+    Device,
+    DType,
+    Subject,
+    connector_class,
+)
+from interlace.connectors.conformance.tiny_model import model_of
 from interlace.connectors.conformance.token_judge import TokenJudge
 from interlace.connectors.conformance.watch import Watch
 from interlace.connectors.conformance.watched_lanes import WatchedLanes
@@ -94,19 +99,23 @@ class Harness:
         workers: int = 1,
         seed: int = 0,
         role: KVRole = "kv_both",
+        device: Device = "cpu",
+        dtype: DType | None = None,
     ) -> Self:
         """One over a connector that is named as in `check_connector`, for tests of its own.
 
-        Raises: `Violation`, `ConfigError`.
+        `device` and `dtype` are as there. Raises: `Violation`, `ConfigError`.
         """
-        model = tiny_model(seed, num_kv_heads=max(2, workers))
         subject = Subject(
             cls=connector_class(connector),
             extra_config=dict(extra_config or {}),
             role=role,
             workers=workers,
             seed=seed,
+            device=device,
+            dtype=dtype,
         )
+        model = model_of(subject)
         return cls(subject, model, Oracle(model), shape=shape)
 
     def _open(self, model: LoadedModel) -> None:

@@ -71,9 +71,9 @@ class HoldUps(Detector):
         }
         return {
             block_id: b"".join(
-                bits[block_id].tobytes()
+                layer.block(block_id).tobytes()
                 for layers in self._pages.layers
-                for bits in layers.values()
+                for layer in layers.values()
             )
             for block_id in sorted(blocks)
         }

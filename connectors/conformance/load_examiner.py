@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-import numpy as np
-
 from interlace.connectors.conformance.load_ledger import Load
-from interlace.connectors.conformance.oracle import Oracle
-from interlace.connectors.conformance.pages import Bits, Content, Pages
+from interlace.connectors.conformance.oracle import KV, Oracle
+from interlace.connectors.conformance.pages import Content, Pages
 from interlace.connectors.conformance.watch import Watch
 
 
@@ -54,7 +52,7 @@ class LoadExaminer:
             if found == block_id
         )
 
-    def _parts(self, load: Load, rank: int, layer: str) -> Iterator[tuple[int, slice, Bits]]:
+    def _parts(self, load: Load, rank: int, layer: str) -> Iterator[tuple[int, slice, KV]]:
         """(block id, its slots, what belongs there) of a load."""
         heads = self._pages.layers[rank][layer].shape[3]
         index = self._pages.attention_layers.index(layer)
@@ -62,4 +60,4 @@ class LoadExaminer:
         size = self._pages.layers[rank][layer].shape[2]
         for block_id, begin, end in load.parts(size):
             slots = slice(begin % size, begin % size + end - begin)
-            yield block_id, slots, np.ascontiguousarray(kv[begin:end]).view(np.int64)
+            yield block_id, slots, kv[begin:end]

@@ -8,10 +8,17 @@ from interlace.connectors.conformance.load_ledger import Load, LoadLedger
 from interlace.connectors.conformance.pages import Content, Pages
 from interlace.connectors.conformance.stored_truth import StoredTruth
 from interlace.connectors.conformance.watch import Detector, Watch
+from interlace.layers.graph_mode import GraphMode
+
+_NO_HOOKS = (
+    "the step was replayed as one CUDA graph, which calls no hooks of layers"
+    " (requires_piecewise_for_cudagraph)"
+)
 
 
 class LoadJudge(Detector):
-    """Within a step when `wait_for_layer_load` returns, else when the load is reported as received.
+    """Within a step when `wait_for_layer_load` returns, or when `start_load_kv` does if the step is
+    one CUDA graph; else when the load is reported as received.
 
     Verdicts fall when the worker has said which blocks are lost.
     """
@@ -50,6 +57,8 @@ class LoadJudge(Detector):
         match call.hook:
             case "wait_for_layer_load" if call.error is None:
                 self._end_of_wait(call.rank, call.args[0])
+            case "start_load_kv" if call.error is None:
+                self._start_of_step(call)
             case "wait_for_layer_load" | "start_load_kv":
                 self._failed_wait(call)
             case "get_finished" if call.error is None:
@@ -62,10 +71,17 @@ class LoadJudge(Detector):
             load.waited.add((rank, layer))
             self._examine(load, rank, layer)
 
+    def _start_of_step(self, call: HookCall) -> None:
+        """A step that is one graph calls no more hooks: its loads are due."""
+        if call.args[0].cudagraph_runtime_mode is not GraphMode.FULL:
+            return
+        for load in self._ledger.running_step_loads(call.rank):
+            load.in_graph = True
+        for layer in self._pages.attention_layers:
+            self._end_of_wait(call.rank, layer)
+
     def _failed_wait(self, call: HookCall) -> None:
         """The engine takes all blocks of the step's loads for lost."""
-        if call.error is None:
-            return
         for load in self._ledger.running_step_loads(call.rank):
             load.invalid |= {(call.rank, block_id) for block_id in load.block_ids}
 
@@ -139,6 +155,8 @@ class LoadJudge(Detector):
         self, load: Load, block_id: int, suspect: Suspect, *, is_lost: bool, rank: int
     ) -> None:
         when = "was reported as received" if load.is_async else "had been waited for"
+        if load.in_graph:
+            when = f"was needed when start_load_kv returned, since {_NO_HOOKS}"
         what = f"block {block_id} of {load.name} {when}, but in {suspect.layer}"
         if is_lost:
             property_id, how = "failures-exact", "it is not right, and was not reported as lost"

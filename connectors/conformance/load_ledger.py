@@ -37,8 +37,10 @@ class Load:
     """The step that it begins with; 0 while that is being planned."""
     open_ranks: set[int] = dataclasses.field(default_factory=set)
     """Workers on which it has not ended."""
+    in_graph: bool = False
+    """Whether its step is replayed as one CUDA graph, which calls no hooks of layers."""
     waited: set[tuple[int, str]] = dataclasses.field(default_factory=set)
-    """(rank, layer) that were waited for."""
+    """(rank, layer) that were waited for, or could not be, since the step is one graph."""
     invalid: set[tuple[int, int]] = dataclasses.field(default_factory=set)
     """(rank, block id) that were reported as lost."""
 

@@ -11,15 +11,13 @@ import torch
 from numpy.typing import NDArray
 from torch.nn import functional
 
+from interlace.connectors.conformance.tiny_model import in_float64
 from interlace.engine.sampling_params import SamplingParams
 from interlace.layers.checkpoint import LoadedModel
 from interlace.layers.sampler import SamplingRow, sample
 
 MIN_MARGIN = 1e-3
 """A token counts as wrong only if the right one leads by so much in the logits."""
-TOLERANCE = 1e-9
-"""Of float64 KV that was computed in batches of another shape."""
-
 KV = NDArray[np.float64]
 _MAX_KEPT = 500
 _HEAD = 4
@@ -43,11 +41,11 @@ class _Answers(NamedTuple):
 
 
 class Oracle:
-    """Right answers for one model. Keeps the newest ones, which serve for what they begin with too;
-    one thread."""
+    """Right answers for one model, in float64 on a CPU wherever that model computes. Keeps the
+    newest ones, which serve for what they begin with too; one thread."""
 
     def __init__(self, model: LoadedModel) -> None:
-        self._model = model
+        self._decoder = in_float64(model).decoder
         self._kept: collections.OrderedDict[tuple[int, ...], _Answers] = collections.OrderedDict()
         self._by_head: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
         """First tokens -> what is kept that begins with them."""
@@ -66,7 +64,8 @@ class Oracle:
     def drawn(
         self, prompt: Sequence[int], answer: Sequence[int], params: SamplingParams, seed: int
     ) -> list[int]:
-        """What sampling should have drawn at each position of `answer`, given all before it."""
+        """What sampling should have drawn at each position of `answer`, given all before it: the
+        answer's own token where logits that differ by `MIN_MARGIN` give that."""
         if not answer:
             return []
         first = len(prompt)
@@ -76,7 +75,11 @@ class Oracle:
             SamplingRow(str(place), params, seed, ids[:first], ids[first : first + place])
             for place in range(len(answer))
         ]
-        return sample(logits, rows).token_ids
+        drawn = sample(logits, rows).token_ids
+        if drawn == list(answer):
+            return drawn
+        near = sample(_towards(logits, drawn, answer), rows).token_ids
+        return [n if n == a else d for d, n, a in zip(drawn, near, answer, strict=True)]
 
     def _of(self, key: tuple[int, ...]) -> _Answers:
         head = key[:_HEAD]
@@ -105,8 +108,8 @@ class Oracle:
             return _causal(q, k, v)
 
         ids = torch.tensor(key)
-        hidden = self._model.decoder.forward(ids, torch.arange(len(key)), attend)
-        logits = self._model.decoder.logits(hidden)
+        hidden = self._decoder.forward(ids, torch.arange(len(key)), attend)
+        logits = self._decoder.logits(hidden)
         values, indices = logits.topk(2)
         best = [
             Best(first, margin)
@@ -115,6 +118,17 @@ class Oracle:
             )
         ]
         return _Answers(tuple(layers), tuple(best), logits)
+
+
+def _towards(logits: torch.Tensor, drawn: Sequence[int], wanted: Sequence[int]) -> torch.Tensor:
+    """A little more for all tokens on that side of `drawn` on which `wanted` is: a draw goes
+    through them in the order of their ids, and so comes as near as it can."""
+    ids = torch.arange(logits.shape[1])
+    near = logits.clone()
+    for row, (token_id, other) in enumerate(zip(drawn, wanted, strict=True)):
+        if other != token_id:
+            near[row, ids <= other if other < token_id else ids >= other] += MIN_MARGIN
+    return near
 
 
 def _causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

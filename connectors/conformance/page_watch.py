@@ -9,7 +9,8 @@ import numpy as np
 
 from interlace.connectors.conformance.hook_calls import HookCall
 from interlace.connectors.conformance.load_ledger import Load, LoadLedger
-from interlace.connectors.conformance.pages import Bits, Pages
+from interlace.connectors.conformance.number_format import Bits
+from interlace.connectors.conformance.pages import Pages
 from interlace.connectors.conformance.watch import Detector, Watch
 
 
@@ -31,9 +32,9 @@ class PageWatch(Detector):
         self._pages = pages
         self._ledger = ledger
         self._places = [
-            (rank, name, bits)
+            (rank, name, layer)
             for rank, layers in enumerate(pages.layers)
-            for name, bits in layers.items()
+            for name, layer in layers.items()
         ]
         self._seen = self._look()
         self._writers: list[str] = []
@@ -70,7 +71,7 @@ class PageWatch(Detector):
 
     def _look(self) -> list[bytes]:
         """All pages: copies of bytes are what can be made and compared fastest."""
-        return [bits.tobytes() for _, _, bits in self._places]
+        return [layer.all().tobytes() for _, _, layer in self._places]
 
     def _compare(self, writer: str) -> None:
         now = self._look()
@@ -80,13 +81,16 @@ class PageWatch(Detector):
         self._seen = now
 
     def _writes(self, now: list[bytes]) -> Iterator[_Write]:
-        for (rank, name, bits), found, before in zip(self._places, now, self._seen, strict=True):
+        for (rank, name, layer), found, before in zip(self._places, now, self._seen, strict=True):
             if found == before:
                 continue
-            shape = (len(bits), -1)
-            changes = _numbers(found, shape) ^ _numbers(before, shape)
+            changes = self._by_block(found, layer.shape[0]) ^ self._by_block(before, layer.shape[0])
             for block_id in np.flatnonzero(changes.any(axis=1)).tolist():
                 yield _Write(rank, name, block_id, _is_nudge(changes[block_id]))
+
+    def _by_block(self, found: bytes, num_blocks: int) -> Bits:
+        """[num_blocks, numbers of a block]."""
+        return np.frombuffer(found, self._pages.number_format.bits).reshape(num_blocks, -1)
 
     def _judge(self, write: _Write, writer: str) -> None:
         ledger = self._ledger
@@ -142,10 +146,6 @@ class Painter(Detector):
         is_last = call.rank == len(self._pages.layers) - 1
         if is_last:
             self._pages.paint(self._watch.step_id)
-
-
-def _numbers(found: bytes, shape: tuple[int, int]) -> Bits:
-    return np.frombuffer(found, dtype=np.int64).reshape(shape)
 
 
 def _is_nudge(changes: Bits) -> bool:

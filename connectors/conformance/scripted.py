@@ -70,6 +70,11 @@ class ScriptedConnector(KVConnectorBase_V1):
         """A plain script: everything is stored, and loaded within the step."""
         return CheckSetup({"script": Script()})
 
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """True: it loads and saves in the hooks of the layers."""
+        return True
+
     @property
     def is_idle(self) -> bool:
         """Whether this side remembers no request and has nothing under way."""

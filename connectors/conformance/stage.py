@@ -30,11 +30,14 @@ class Variant:
     depth: int
     lane_policy: Policy = "eager"
     lane_seed: int = 0
+    in_graphs: bool = False
+    """Whether steps are replayed as CUDA graphs where that can be."""
 
     def __str__(self) -> str:
         policy = self.lane_policy
         lanes = policy if isinstance(policy, str) else " before ".join(policy)
-        return f"depth {self.depth}, lanes {lanes}{self.lane_seed if lanes == 'seed' else ''}"
+        seed = self.lane_seed if lanes == "seed" else ""
+        return f"depth {self.depth}, lanes {lanes}{seed}{', graphs' if self.in_graphs else ''}"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -140,6 +143,7 @@ class Stage:
             "depth": variant.depth,
             "lane_policy": variant.lane_policy,
             "lane_seed": variant.lane_seed,
+            "cudagraph_mode": "FULL_AND_PIECEWISE" if variant.in_graphs else None,
             **shape,
         }
         self.harness = Harness(

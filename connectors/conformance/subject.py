@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, Literal, get_args
 
 from interlace.connectors.base import KVConnectorBase_V1
 from interlace.connectors.factory import KVConnectorFactory
 from interlace.engine.config import EngineConfig, KVRole, KVTransferConfig
 from interlace.engine.errors import ConfigError
 
+Device = Literal["cpu", "cuda"]
+"""Where the engines of a check compute."""
+DType = Literal["float64", "float32"]
+"""Of their numbers."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Subject:
-    """One connector to check."""
+    """One connector to check, and what its engines run on. Raises: `ConfigError`."""
 
     cls: type[KVConnectorBase_V1]
     extra_config: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -21,6 +26,29 @@ class Subject:
     role: KVRole = "kv_both"
     workers: int = 1
     seed: int = 0
+    device: Device = "cpu"
+    dtype: DType | None = None
+    """None: float64 on a CPU; float32 on a GPU, which has no other here."""
+
+    def __post_init__(self) -> None:
+        if self.device not in get_args(Device):
+            raise ConfigError(f"device must be 'cpu' or 'cuda', not {self.device!r}.")
+        if self.dtype not in (None, *get_args(DType)):
+            raise ConfigError(f"dtype must be 'float64', 'float32' or None, not {self.dtype!r}.")
+        if self.device == "cpu":
+            return
+        if self.workers > 1:
+            raise ConfigError(
+                f"workers={self.workers} share KV heads on a CPU only: use device='cpu', or leave"
+                " workers out."
+            )
+        if self.dtype == "float64":
+            raise ConfigError("a GPU's kernels do not compute in float64: leave dtype out.")
+
+    @property
+    def number_type(self) -> DType:
+        """Of the pages' numbers."""
+        return self.dtype or ("float64" if self.device == "cpu" else "float32")
 
     @property
     def name(self) -> str:
@@ -87,11 +115,13 @@ def _checked(cls: object) -> type[KVConnectorBase_V1]:
 
 
 def engine_config(subject: Subject, options: dict[str, Any], failure_policy: str) -> EngineConfig:
-    """The engine's configuration; the subject's own options win. Raises: `ConfigError`."""
+    """The engine's configuration; the subject's own options win. On a GPU no step is a graph
+    unless they, or `options`, say so. Raises: `ConfigError`."""
     wanted = {
         "model": "tiny",
-        "dtype": "float64",
-        "device": "cpu",
+        "dtype": subject.number_type,
+        "device": subject.device,
+        "cudagraph_mode": None if subject.device == "cpu" else "NONE",
         "skip_tokenizer_init": True,
         "seed": subject.seed,
         "tensor_parallel_size": subject.workers,

@@ -35,7 +35,6 @@ class TokenJudge:
             return  # what follows a tie may be anything
 
     def _judge_drawn(self, request: Request, found: Sequence[int]) -> None:
-        """In float64 a draw falls so close to the edge between two tokens once in 10**9 times."""
         params = request.sampling_params
         right = self._oracle.drawn(request.prompt_token_ids, found, params, request.seed)
         for place, (token_id, drawn) in enumerate(zip(found, right, strict=True)):
