@@ -1,0 +1,623 @@
+"""Lanes made of CUDA streams, gates made of events. See `interlace.engine.ports.Lane`.
+
+    lanes = CudaLanes(CudaStreams(torch.device("cuda")))
+    load, compute = lanes.lane("load"), lanes.compute
+    load.wait(compute.record())             # the pages are free when the steps so far have ended
+    copied = load.submit(queue_copies)      # runs at once, and only queues device work
+    compute.wait(copied)                    # kernels queued from now on come after the copies
+
+A work runs on the device thread, within `submit`, while its lane's stream is the current one; its
+gate is an event behind it. No stream ever waits for a file or for a CPU thread: a work that comes
+after such a gate is held back on the host, with all that is submitted behind it, and put on the
+stream when the gate has opened and somebody asks: any call of a lane, `Gate.query` and `Gate.wait`
+on the device thread, or `CudaLanes.poll`. So a step that must find the work on its stream waits for
+the gate first, or says `compute.wait`.
+
+**Threads.** Lanes belong to the device thread, which makes them; gates may be asked and waited for
+by any thread, but while graphs are captured by none.
+
+**Memory.** A lane keeps each work, and so all that it refers to, until its event has passed and
+the lane is looked at again. So a tensor may be used on any lane as long as the work itself holds
+it. What a work allocates belongs to its lane's stream: whoever uses that on another one keeps it
+until then, or says `record_stream`.
+
+An error of the device itself comes out of whatever call meets it.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from interlace.engine.errors import LaneClosedError, LaneFullError
+from interlace.engine.ports import Gate
+from interlace.layers.lane_queue import without_frames
+
+_SHORTEST_PAUSE_S = 20e-6
+_LONGEST_PAUSE_S = 1e-3
+
+
+# ---------------------------------------------------------------- what is asked of CUDA
+
+
+class Event(Protocol):
+    """As `torch.cuda.Event` is."""
+
+    def record(self, stream: Any) -> None:
+        """Pass when all that is queued on `stream` now has ended."""
+        ...
+
+    def query(self) -> bool:
+        """Whether the last record has passed."""
+        ...
+
+    def synchronize(self) -> None:
+        """Wait until it has."""
+        ...
+
+
+class Stream(Protocol):
+    """As `torch.cuda.Stream` is."""
+
+    def wait_event(self, event: Any) -> None:
+        """Begin what is queued from now on when the event's last record has passed."""
+        ...
+
+
+class Streams(Protocol):
+    """Where streams and events of one device come from."""
+
+    def stream(self, *, is_urgent: bool) -> Stream:
+        """A stream; the work of an urgent one goes before that of others."""
+        ...
+
+    def event(self, *, is_external: bool = False) -> Event:
+        """An event; a graph does not take an external one into itself, but waits for it."""
+        ...
+
+    def current(self) -> Stream:
+        """The stream on which this thread queues work now."""
+        ...
+
+    def on(self, stream: Stream) -> AbstractContextManager[object]:
+        """Make it the current one."""
+        ...
+
+
+class CudaStreams:
+    """Those of one CUDA device."""
+
+    def __init__(self, device: torch.device) -> None:
+        """Makes nothing yet."""
+        self._device = device
+
+    def stream(self, *, is_urgent: bool) -> Stream:
+        """See `Streams`. From torch's pool, which hands them out again after 32."""
+        priority = -1 if is_urgent else 0
+        stream: Any = torch.cuda.Stream(self._device, priority=priority)  # type: ignore[no-untyped-call]
+        return stream  # type: ignore[no-any-return]
+
+    def event(self, *, is_external: bool = False) -> Event:
+        """See `Streams`. Who waits for it sleeps."""
+        event: Any = torch.cuda.Event(blocking=True, external=is_external)  # type: ignore[no-untyped-call]
+        return event  # type: ignore[no-any-return]
+
+    def current(self) -> Stream:
+        """See `Streams`."""
+        stream: Any = torch.cuda.current_stream(self._device)
+        return stream  # type: ignore[no-any-return]
+
+    def on(self, stream: Any) -> AbstractContextManager[object]:
+        """See `Streams`."""
+        context: AbstractContextManager[object] = torch.cuda.stream(stream)
+        return context
+
+
+# ---------------------------------------------------------------- gates
+
+
+class CudaGate:
+    """A gate of a `CudaLane`, or of the compute stream. Any thread.
+
+    Held back on the host, then on the stream, then ended. On the device thread, asking and waiting
+    put on their streams whatever nothing holds back any more.
+    """
+
+    def __init__(self, host: _Host, lane: CudaLane | None) -> None:
+        """For lanes. `lane` is None if it is on its stream at once."""
+        self.host = host
+        self.lane = lane
+        self._event: Event | None = None
+        self._error: BaseException | None = None
+        self._has_ended = False
+
+    def query(self) -> bool:
+        """Whether it is no longer closed."""
+        if not self._has_ended:
+            self.host.poll()
+            self._look()
+        return self._has_ended
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait until it is no longer closed; False after `timeout_s` seconds.
+
+        What is held back on the host is waited for too, by way of what holds it back.
+        """
+        patience = self.host.patience(timeout_s)
+        return self.query() or (self.wait_until_queued(patience) and self._wait_for_event(patience))
+
+    @property
+    def error(self) -> BaseException | None:
+        """What its work raised; `LaneClosedError` if that never ran."""
+        self._look()
+        return self._error if self._has_ended else None
+
+    @property
+    def is_queued(self) -> bool:
+        """Whether its event is on the stream, or it has ended: no stream can wait for it before."""
+        return self._event is not None or self._has_ended
+
+    def wait_until_queued(self, patience: Patience) -> bool:
+        """Whether it is on its stream before the patience ends. Held works get on meanwhile."""
+        while not self.is_queued:
+            obstacle = self.host.obstacle_of(self.lane)
+            if obstacle is None:
+                if not patience.pause():
+                    break
+            elif not obstacle.wait(patience.left_s):
+                break
+            self.host.poll()
+        return self.is_queued
+
+    def _wait_for_event(self, patience: Patience) -> bool:
+        if not patience.is_endless:
+            while not self._look() and patience.pause():
+                pass
+        elif self._event is not None:
+            self._event.synchronize()
+            self._has_ended = True
+        return self._has_ended
+
+    def _look(self) -> bool:
+        """Whether it has ended; nothing is put on a stream by that."""
+        if not self._has_ended and self._event is not None and self._event.query():
+            self._has_ended = True
+        return self._has_ended
+
+    # ---------------------------------------------------------------- for lanes
+
+    @property
+    def has_ended(self) -> bool:
+        """As `query`, but nothing is put on a stream by it."""
+        return self._look()
+
+    def put(self, event: Event, error: BaseException | None) -> None:
+        """It is on the stream now, and will open, or fail, when `event` passes."""
+        self._error = error
+        self._event = event
+
+    def fail(self, error: BaseException) -> None:
+        """It was never on the stream."""
+        self._error = error
+        self._has_ended = True
+
+    def hold_back(self, stream: Stream) -> None:
+        """Let `stream` wait for it."""
+        if not self._look():
+            assert self._event is not None, "it is queued"
+            stream.wait_event(self._event)
+
+    def __repr__(self) -> str:
+        if not self.has_ended:
+            return "<CudaGate closed>" if self.is_queued else "<CudaGate held back>"
+        return f"<CudaGate {'open' if self._error is None else 'failed'}>"
+
+
+class GraphGate:
+    """A gate that captured graphs wait for, armed again for each step. Device thread.
+
+        gate = lanes.graph_gate()                    # before anything is captured
+        with torch.cuda.graph(graph):
+            ...; gate.wait_here(); attend(...)
+        each step: load.submit(copies); load.arm(gate, step_id); graph.replay()
+
+    **Arm, then launch.** A replay waits for the record that was the last one at its launch, so
+    the gate may be armed again while the graph runs; and a replay that is launched before its gate
+    is armed passes on that of an older step. So whoever launches refuses unless `armed_for` is the
+    step's number.
+    """
+
+    def __init__(self, streams: Streams) -> None:
+        """Records it once, since a wait for an event that was never recorded is left out."""
+        self._streams = streams
+        self._event = streams.event(is_external=True)
+        self._event.record(streams.current())
+        self.armed_for: int | None = None
+        """The number of the step for which it was armed last."""
+
+    def wait_here(self) -> None:
+        """Let the current stream wait for it; while a graph is captured, each of its replays."""
+        self._streams.current().wait_event(self._event)
+
+    def record(self, stream: Stream, step_id: int) -> None:
+        """For lanes: arm it behind all that is on `stream`."""
+        self._event.record(stream)
+        self.armed_for = step_id
+
+
+# ---------------------------------------------------------------- lanes
+
+
+class CudaLanes:
+    """Makes a stream for each lane. Made and used on the device thread."""
+
+    def __init__(
+        self,
+        streams: Streams,
+        *,
+        urgent: Collection[str] = ("load",),
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        """Lanes with one of the names `urgent` go before the others, as far as the device lets
+        them. `clock` and `sleep`, in seconds, are for waits with a timeout."""
+        self._streams = streams
+        self._urgent = frozenset(urgent)
+        self._host = _Host(clock, sleep)
+        self.compute = ComputeLane(streams, self._host)
+        """The stream of the steps."""
+
+    def lane(self, name: str, *, max_pending: int = 1024) -> CudaLane:
+        """A lane of its own. Raises: `ValueError` if `max_pending` is not positive."""
+        return CudaLane(
+            name,
+            self._streams,
+            self._streams.stream(is_urgent=name in self._urgent),
+            self._host,
+            max_pending=max_pending,
+        )
+
+    def graph_gate(self) -> GraphGate:
+        """A gate for captured graphs. Not while one is captured."""
+        return GraphGate(self._streams)
+
+    def poll(self) -> bool:
+        """Put on their streams what nothing holds back any more, and let go of what has ended.
+
+        Whether anything is still held back.
+        """
+        self._host.poll()
+        return self._host.holds_back
+
+
+class ComputeLane:
+    """The current stream of the device thread, on which steps are queued by whoever makes them."""
+
+    name = "compute"
+
+    def __init__(self, streams: Streams, host: _Host) -> None:
+        """For `CudaLanes`."""
+        self._streams = streams
+        self._host = host
+
+    def record(self) -> CudaGate:
+        """A gate that opens when all that is on the stream now has ended."""
+        gate = CudaGate(self._host, None)
+        event = self._streams.event()
+        event.record(self._streams.current())
+        gate.put(event, None)
+        return gate
+
+    def wait(self, gate: Gate, timeout_s: float | None = None) -> bool:
+        """What is queued from now on begins when `gate` is no longer closed.
+
+        The host waits until the gate's work is on a stream, or until a gate of another kind is no
+        longer closed: for `timeout_s` seconds at most, then the answer is False, and nothing waits.
+        """
+        if not isinstance(gate, CudaGate):
+            return gate.wait(timeout_s)
+        if not gate.query():
+            if not gate.wait_until_queued(self._host.patience(timeout_s)):
+                return False
+            gate.hold_back(self._streams.current())
+        return True
+
+
+class _Entry(NamedTuple):
+    """A work or a record that is not on the stream yet."""
+
+    gate: CudaGate
+    after: list[Gate]
+    """What the stream, or the host, waits for first."""
+    work: Callable[[], None] | None
+    """None of a record."""
+
+
+class CudaLane:
+    """One stream. Device thread. Works that are held back stay in order with all behind them."""
+
+    def __init__(
+        self, name: str, streams: Streams, stream: Stream, host: _Host, *, max_pending: int
+    ) -> None:
+        """`max_pending` bounds works that have not ended, held back or on the stream."""
+        if max_pending < 1:
+            raise ValueError(f"max_pending of lane {name!r} must be at least 1, not {max_pending}.")
+        self._name = name
+        self._streams = streams
+        self._stream = stream
+        self._host = host
+        self._max_pending = max_pending
+        self._is_closed = False
+        self._is_launching = False
+        self._held: deque[_Entry] = deque()
+        self._num_held_works = 0
+        self._running: deque[_Entry] = deque()  # works on the stream
+        self._waits: list[Gate] = []  # for the next entry
+        self._error: BaseException | None = None  # the first one since the last record
+        self._has_new = True  # since the last record
+        self._bare_record: CudaGate | None = None  # the last record, if it came after nothing new
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        return self._name
+
+    def submit(self, work: Callable[[], None]) -> CudaGate:
+        """Run `work`, at once if nothing is to be waited for on the host. It only queues.
+
+        Raises: `LaneFullError`, and `LaneClosedError` after `close`.
+        """
+        self._host.poll()
+        self._check_room()
+        self._num_held_works += 1
+        self._has_new = True
+        return self._add(work)
+
+    def record(self) -> CudaGate:
+        """A gate for all that was submitted and waited for so far."""
+        if not self._has_new and self._bare_record is not None:
+            return self._bare_record
+        was_bare, self._has_new = not self._has_new, False
+        gate = self._add(None)
+        self._bare_record = gate if was_bare else None
+        return gate
+
+    def wait(self, gate: Gate) -> None:
+        """Begin what is submitted from now on when `gate` is no longer closed. Does not wait.
+
+        The stream waits for a CUDA gate that is on a stream; for any other one, the host does.
+        """
+        if self._is_closed or gate.query():
+            return
+        if isinstance(gate, CudaGate) and gate.lane is self:
+            return  # works of one lane come one after another anyway
+        self._has_new = True
+        if isinstance(gate, CudaGate) and gate.is_queued and not self._held and not self._waits:
+            gate.hold_back(self._stream)
+            return
+        self._waits = [other for other in self._waits if not _has_ended(other)]
+        if not any(gate is other for other in self._waits):
+            self._waits.append(gate)
+
+    def arm(self, gate: GraphGate, step_id: int) -> bool:
+        """Let `gate` open, for the graphs of this step, when all that was submitted has ended.
+
+        False, and nothing is armed, if something is held back on the host, or a work has raised
+        since the last `record`: a graph would pass on what did not come.
+        """
+        self._host.poll()
+        if self._held or self._waits or self._error is not None:
+            return False
+        gate.record(self._stream, step_id)
+        return True
+
+    def query(self) -> bool:
+        """Whether all work has ended."""
+        self._host.poll()
+        return self._num_works == 0
+
+    def close(self, timeout_s: float | None = None) -> bool:
+        """Take no more work and wait for what was submitted, for `timeout_s` seconds at most.
+
+        If that takes longer, or if it is called by the lane's own work, the gates of what is held
+        back fail; what is on the stream ends in its time. May be repeated.
+        """
+        self._is_closed = True
+        queue = self._held or self._running
+        has_ended = not self._is_launching and (not queue or queue[-1].gate.wait(timeout_s))
+        if not has_ended:
+            self._drop()
+        self._host.poll()
+        return has_ended
+
+    def __repr__(self) -> str:
+        return f"<CudaLane {self._name} held={len(self._held)} running={len(self._running)}>"
+
+    # ---------------------------------------------------------------- queueing
+
+    @property
+    def _num_works(self) -> int:
+        return self._num_held_works + len(self._running)
+
+    def _check_room(self) -> None:
+        if self._is_closed:
+            raise LaneClosedError(f"lane {self._name!r} is closed: submit work before that.")
+        if self._num_works >= self._max_pending:
+            raise LaneFullError(
+                f"lane {self._name!r} has {self._num_works} works that have not ended, as many as"
+                " it may: drop this one, or wait for a gate and try again."
+            )
+
+    def _add(self, work: Callable[[], None] | None) -> CudaGate:
+        waits, self._waits = self._waits, []
+        gate = CudaGate(self._host, self)
+        self._held.append(_Entry(gate, waits, work))
+        self._host.note_busy(self)
+        self.advance()
+        return gate
+
+    # ---------------------------------------------------------------- for `_Host`
+
+    @property
+    def is_holding_back(self) -> bool:
+        """Whether anything is not on the stream yet."""
+        return bool(self._held)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing has to be looked after."""
+        return not self._held and not self._running
+
+    def obstacle(self) -> Gate | None:
+        """The closed gate that holds back the first entry; None if none does."""
+        after = self._held[0].after if self._held else []
+        return next((gate for gate in after if not _may_pass(gate)), None)
+
+    def advance(self) -> bool:
+        """Let go of what has ended; put on the stream what nothing holds back.
+
+        Whether there was any of that. Does nothing while one of its own works runs: that is looked
+        at again when the work is over.
+        """
+        while self._running and self._running[0].gate.has_ended:
+            self._running.popleft()
+        has_launched = False
+        while self._held and not self._is_launching and self.obstacle() is None:
+            self._launch(self._held.popleft())
+            has_launched = True
+        return has_launched
+
+    def _launch(self, entry: _Entry) -> None:
+        for gate in entry.after:
+            if isinstance(gate, CudaGate):
+                gate.hold_back(self._stream)
+        if entry.work is None:
+            error, self._error = self._error, None
+            self._put(entry, error)
+            return
+        self._is_launching = True
+        error = None
+        try:
+            with self._streams.on(self._stream):
+                entry.work()
+        except Exception as raised:  # noqa: BLE001 - whatever it is, it belongs to the gate
+            error = without_frames(raised, self._name)
+        except BaseException as raised:
+            error = raised
+            raise
+        finally:
+            self._is_launching = False
+            self._num_held_works -= 1
+            self._error = self._error or error
+            self._running.append(entry)
+            self._put(entry, error)
+
+    def _put(self, entry: _Entry, error: BaseException | None) -> None:
+        event = self._streams.event()
+        event.record(self._stream)
+        entry.gate.put(event, error)
+
+    def _drop(self) -> None:
+        """Fail what is held back; records among it open behind what is on the stream."""
+        held, self._held = self._held, deque()
+        for entry in held:
+            if entry.work is None:
+                self._launch(entry._replace(after=[]))
+                continue
+            dropped = LaneClosedError(f"lane {self._name!r} was closed before this ran.")
+            self._error = self._error or dropped
+            self._num_held_works -= 1
+            entry.gate.fail(dropped)
+
+
+class _Host:
+    """What all lanes of one `CudaLanes` share: who is looked after, and time."""
+
+    def __init__(self, clock: Callable[[], float], sleep: Callable[[float], None]) -> None:
+        self._clock = clock
+        self._sleep = sleep
+        self._thread = threading.get_ident()
+        self._busy: list[CudaLane] = []
+
+    def note_busy(self, lane: CudaLane) -> None:
+        """Keep the lane, and look after it, until nothing of it is left to do."""
+        if not any(lane is other for other in self._busy):
+            self._busy.append(lane)
+
+    def poll(self) -> None:
+        """Let all lanes get on. Nothing on other threads than the device's."""
+        if threading.get_ident() != self._thread:
+            return
+        # A lane that gets on may be what another one waits for.
+        while any(lane.advance() for lane in self._busy):
+            pass
+        self._busy = [lane for lane in self._busy if not lane.is_idle]
+
+    @property
+    def holds_back(self) -> bool:
+        """Whether any lane does."""
+        return any(lane.is_holding_back for lane in self._busy)
+
+    def obstacle_of(self, lane: CudaLane | None) -> Gate | None:
+        """What the host has to wait for so that the lane gets on: a gate that is not ours.
+
+        None if that is not known: on other threads, or while the lane's own work runs.
+        """
+        if threading.get_ident() != self._thread or lane is None:
+            return None
+        obstacle = lane.obstacle()
+        while isinstance(obstacle, CudaGate) and obstacle.host is self:
+            # Gates are made before they are waited for, so this comes to an end.
+            obstacle = None if obstacle.lane is None else obstacle.lane.obstacle()
+        return obstacle
+
+    def patience(self, timeout_s: float | None) -> Patience:
+        """For one wait."""
+        return Patience(timeout_s, self._clock, self._sleep)
+
+
+class Patience:
+    """How long one wait may still take, and how long it sleeps between two looks."""
+
+    def __init__(
+        self, timeout_s: float | None, clock: Callable[[], float], sleep: Callable[[float], None]
+    ) -> None:
+        """`timeout_s` None is without an end."""
+        self._clock = clock
+        self._sleep = sleep
+        self._end = None if timeout_s is None else clock() + timeout_s
+        self._pause_s = _SHORTEST_PAUSE_S
+
+    @property
+    def is_endless(self) -> bool:
+        """Whether it has no end."""
+        return self._end is None
+
+    @property
+    def left_s(self) -> float | None:
+        """Seconds, at least 0; None if it has no end."""
+        return None if self._end is None else max(0.0, self._end - self._clock())
+
+    def pause(self) -> bool:
+        """Sleep, longer each time; False if there is no time left."""
+        left_s = self.left_s
+        if left_s == 0.0:
+            return False
+        self._sleep(self._pause_s if left_s is None else min(self._pause_s, left_s))
+        self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
+        return True
+
+
+def _may_pass(gate: Gate) -> bool:
+    """Whether the host need not wait for it: a stream can, or it is no longer closed."""
+    return gate.is_queued if isinstance(gate, CudaGate) else gate.query()
+
+
+def _has_ended(gate: Gate) -> bool:
+    return gate.has_ended if isinstance(gate, CudaGate) else gate.query()
