@@ -15,8 +15,9 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
+from interlace.bench.apparatus import Outcome
 from interlace.bench.arms import Shape
-from interlace.bench.experiments import Outcome, refuse_cached
+from interlace.bench.experiments import refuse_cached
 from interlace.bench.paired import CachingArm, Comparison, Paired, compare
 from interlace.bench.report import Check, Row
 from interlace.bench.spread import Spread

@@ -47,6 +47,10 @@ class Report:
     machine: Mapping[str, object]
     rows: tuple[Row, ...]
     checks: tuple[Check, ...]
+    limits: Mapping[str, Spread] = dataclasses.field(default_factory=dict)
+    """What the device could do in the same run, name with its unit -> spread."""
+    notes: tuple[str, ...] = ()
+    """Sentences for people about what is missing."""
 
     def to_json(self) -> str:
         """The whole report as indented JSON with a final line break."""
@@ -54,13 +58,13 @@ class Report:
             "benchmark": self.benchmark,
             "settings": dict(self.settings),
             "machine": dict(self.machine),
-            "rows": [
-                {
-                    "case": row.case,
-                    "figures": {k: dataclasses.asdict(v) for k, v in row.figures.items()},
-                }
-                for row in self.rows
-            ],
+            "rows": [{"case": row.case, "figures": _plain(row.figures)} for row in self.rows],
             "checks": [dataclasses.asdict(c) | {"met": c.met} for c in self.checks],
+            "limits": _plain(self.limits),
+            "notes": list(self.notes),
         }
         return json.dumps(record, indent=2, ensure_ascii=False) + "\n"
+
+
+def _plain(spreads: Mapping[str, Spread]) -> dict[str, dict[str, object]]:
+    return {name: dataclasses.asdict(spread) for name, spread in spreads.items()}

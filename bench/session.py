@@ -7,13 +7,16 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
+from interlace.bench.apparatus import Bench, Outcome, Yardstick
 from interlace.bench.arms import Arm
+from interlace.bench.bars import NO_BARS, Bars, bars_for
+from interlace.bench.device_idle import KernelTracer
 from interlace.bench.engine_arm import EngineArm
-from interlace.bench.experiments import Bench, Outcome
-from interlace.bench.machine import machine_facts
+from interlace.bench.limits import Limits, measure_limits
+from interlace.bench.machine import Facts, torch_facts
 from interlace.bench.report import Report
+from interlace.bench.settings import Settings, pick_device
 from interlace.bench.workload import WorkSource
-from interlace.engine.config import KVTransferConfig
 from interlace.engine.device_thread import DeviceThread
 from interlace.engine.ports import Clock, Progress
 
@@ -25,22 +28,11 @@ SEED = 20240917
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Settings:
-    """What is run, apart from the shape of the work."""
-
-    model: str
-    max_inflight_steps: tuple[int, ...] = ()
-    """One engine for each; empty means one with the default."""
-    against_transformers: bool = False
-    kv_transfer_config: KVTransferConfig | None = None
-    """Of each engine."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
 class Prepared:
     """What takes long to make and every arm shares: the weights, once."""
 
     settings: Settings
+    """With the device that was picked."""
     loaded: LoadedModel
     reference: Any
     """transformers' model over the same weights, None if it is not wanted."""
@@ -48,6 +40,18 @@ class Prepared:
     """Facts for the report, gathered before the loop runs since they lie in files."""
     device: DeviceThread
     """The one thread that computes, whatever the arm."""
+    limits: Limits | None = None
+    """What the device can do, None if that is not wanted."""
+
+    @property
+    def dtype(self) -> str:
+        """Of weights and KV, as in `EngineConfig`."""
+        return str(self.loaded.decoder.dtype).removeprefix("torch.")
+
+    @property
+    def gpu(self) -> str | None:
+        """Name of the GPU, None on a CPU."""
+        return str(self.machine["gpu"]) if self.settings.device == "cuda" else None
 
     def close(self) -> None:
         """End the thread; call it when nothing runs on it."""
@@ -57,8 +61,10 @@ class Prepared:
 def prepare(settings: Settings, progress: Progress) -> Prepared:
     """Load the model, and wrap it for transformers if `settings` say so. Blocks: no loop yet.
 
-    All of it on one device thread, which every arm computes on: see `DeviceThread`.
-    Raises: `ModelError`; `ConfigError` if transformers is wanted and not installed.
+    All of it on one device thread, which every arm computes on: see `DeviceThread`. Limits are
+    measured here, since an engine on a GPU leaves no memory for that.
+    Raises: `ModelError`; `ConfigError` for an option, or if transformers is wanted and not
+    installed.
     """
     device = DeviceThread("bench-device")
     try:
@@ -69,23 +75,39 @@ def prepare(settings: Settings, progress: Progress) -> Prepared:
 
 
 def _prepare(settings: Settings, progress: Progress, device: DeviceThread) -> Prepared:
-    if not settings.against_transformers:
-        loaded = _load(settings.model, progress)
-        return Prepared(settings, loaded, None, torch_machine_facts(), device)
-    from interlace.bench.transformers_arm import build_model, import_transformers
+    settings = pick_device(settings, progress)
+    settings.check()
+    if settings.against_transformers:
+        from interlace.bench.transformers_arm import import_transformers
 
-    with progress.task("Importing transformers", None):  # a missing package shows at once
-        import_transformers()
-    loaded = _load(settings.model, progress)
-    reference = build_model(loaded.architecture, loaded.weights)
-    return Prepared(settings, loaded, reference, torch_machine_facts(), device)
+        with progress.task("Importing transformers", None):  # a missing package shows at once
+            import_transformers()
+    loaded = _load(settings, progress)
+    reference = None
+    if settings.against_transformers:
+        from interlace.bench.transformers_arm import build_model
+
+        reference = build_model(loaded.architecture, loaded.weights)
+    limits = None
+    if settings.measure_limits:
+        with progress.task("Measuring what the device can do", None):
+            limits = measure_limits(loaded.decoder.device, loaded.decoder.dtype)
+    facts: Facts = torch_facts(settings.device)  # the clocks of a GPU that has just worked
+    return Prepared(settings, loaded, reference, facts, device, limits)
 
 
-def _load(model: str, progress: Progress) -> LoadedModel:
-    """The model in float32, without its tokenizer."""
+def _load(settings: Settings, progress: Progress) -> LoadedModel:
+    """The model, without its tokenizer."""
     from interlace.layers.checkpoint import load_checkpoint
 
-    return load_checkpoint(model, skip_tokenizer=True, dtype="float32", progress=progress)
+    return load_checkpoint(
+        settings.model,
+        skip_tokenizer=True,
+        dtype=settings.dtype,
+        device=settings.device,
+        max_model_len=settings.max_model_len,
+        progress=progress,
+    )
 
 
 @asynccontextmanager
@@ -94,31 +116,50 @@ async def open_bench(prepared: Prepared, clock: Clock, progress: Progress) -> As
 
     Raises: `ConfigError`. Cancelling closes what was opened.
     """
+    on_gpu = prepared.settings.device == "cuda"
     async with AsyncExitStack() as stack:
-        ours = await _open_engines(stack, prepared, clock)
+        ours = await _open_engines(stack, prepared, clock, progress)
         theirs = None
         if prepared.reference is not None:
             from interlace.bench.transformers_arm import TransformersArm
 
             theirs = TransformersArm(prepared.reference, clock, prepared.device)
-        source = WorkSource(vocab_size=prepared.loaded.architecture.vocab_size, seed=SEED)
-        yield Bench(ours, theirs, source, progress)
+        yield Bench(
+            ours,
+            theirs,
+            WorkSource(vocab_size=prepared.loaded.architecture.vocab_size, seed=SEED),
+            progress,
+            yardstick=_yardstick(prepared),
+            tracer=KernelTracer(prepared.device) if on_gpu else None,
+            on_gpu=on_gpu,
+            bars=_bars(prepared),
+        )
 
 
-async def _open_engines(stack: AsyncExitStack, prepared: Prepared, clock: Clock) -> list[Arm]:
-    from interlace import AsyncEngine, EngineConfig
+def _yardstick(prepared: Prepared) -> Yardstick | None:
+    if prepared.limits is None:
+        return None
+    itemsize = prepared.loaded.decoder.dtype.itemsize
+    return Yardstick(prepared.limits, prepared.loaded.architecture, itemsize)
+
+
+def _bars(prepared: Prepared) -> Bars:
+    if prepared.gpu is None:
+        return NO_BARS
+    return bars_for(prepared.gpu, prepared.settings.model, prepared.dtype)
+
+
+async def _open_engines(
+    stack: AsyncExitStack, prepared: Prepared, clock: Clock, progress: Progress
+) -> list[Arm]:
+    from interlace import AsyncEngine
 
     arms: list[Arm] = []
-    for depth in prepared.settings.max_inflight_steps or (None,):
-        config = EngineConfig(
-            model=prepared.settings.model,
-            dtype="float32",
-            skip_tokenizer_init=True,
-            max_inflight_steps=depth,
-            kv_transfer_config=prepared.settings.kv_transfer_config,
-        )
+    for depth, config in prepared.settings.engine_configs():
         engine = await stack.enter_async_context(
-            AsyncEngine.from_loaded(config, prepared.loaded, device=prepared.device, clock=clock)
+            AsyncEngine.from_loaded(
+                config, prepared.loaded, device=prepared.device, progress=progress, clock=clock
+            )
         )
         name = "interlace" if depth is None else f"interlace, {depth} in flight"
         arms.append(EngineArm(engine, clock, name))
@@ -133,21 +174,22 @@ async def run_benchmark(
     progress: Progress,
     shape: dict[str, object],
 ) -> Report:
-    """Open the arms, run one of `bench/experiments.py` on them, and report.
+    """Open the arms, run an experiment on them, as those of `bench/experiments.py`, and report.
 
     `shape` is what the report shows beside the model. Raises: what the engine raises. Cancelling
     stops after the run in progress.
     """
     async with open_bench(prepared, clock, progress) as bench:
         rows, checks = await experiment(bench)
-    settings: dict[str, object] = {"model": prepared.settings.model} | shape
-    if prepared.settings.kv_transfer_config is not None:
-        settings["kv_connector"] = prepared.settings.kv_transfer_config.kv_connector
-    return Report(name, settings, prepared.machine, rows, checks)
-
-
-def torch_machine_facts() -> dict[str, str | int | None]:
-    """`machine_facts` with the thread count of the torch in this process."""
-    import torch
-
-    return machine_facts(torch.get_num_threads())
+    notes: tuple[str, ...] = ()
+    if isinstance(bench.tracer, KernelTracer) and bench.tracer.problem is not None:
+        notes = (f"It is not known how long no kernel ran: {bench.tracer.problem}.",)
+    return Report(
+        name,
+        prepared.settings.facts() | {"dtype": prepared.dtype} | shape,
+        prepared.machine,
+        rows,
+        checks,
+        limits={} if prepared.limits is None else prepared.limits.figures(),
+        notes=notes,
+    )

@@ -14,10 +14,14 @@ from interlace.bench.spread import Spread
 
 
 def draw(report: Report) -> Group:
-    """The report as rich renderables: the figures, the checks, the machine."""
+    """The report as rich renderables: figures, checks, limits, settings, machine."""
     parts: list[Table | Text] = [_figures(report)]
     if report.checks:
         parts.append(_checks(report.checks))
+    if report.limits:
+        limits = ", ".join(f"{name} {_spread(s)}" for name, s in report.limits.items())
+        parts.append(Text(f"limits in the same run: {limits}"))
+    parts += [Text(note) for note in report.notes]
     parts.append(Text(_line(report.settings), style="dim"))
     parts.append(Text(_line(report.machine), style="dim"))
     return Group(*parts)

@@ -52,7 +52,9 @@ def build_model(architecture: Architecture, weights: Mapping[str, Tensor]) -> An
     model.load_state_dict(_state(architecture, weights), strict=True, assign=True)
     # One table of frequencies for both arms. It is no parameter, so it was left without memory.
     model.model.rotary_emb.register_buffer(
-        "inv_freq", inverse_frequencies(architecture), persistent=False
+        "inv_freq",
+        inverse_frequencies(architecture).to(weights["norm"].device),
+        persistent=False,
     )
     return model.eval()
 
@@ -161,7 +163,7 @@ class TransformersArm:
         started = self._clock.monotonic()
         cache = import_transformers().DynamicCache(config=self._model.config)
         options = {self._cache_argument: cache, "use_cache": True, "logits_to_keep": 1}
-        ids = torch.tensor(work.prompts, dtype=torch.int64)
+        ids = torch.tensor(work.prompts, dtype=torch.int64, device=self._model.device)
         with torch.inference_mode():
             for _ in range(work.output_tokens):
                 if self._stop.is_set():

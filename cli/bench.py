@@ -1,4 +1,4 @@
-"""`interlace bench`: how fast the engine runs here, and beside transformers.
+"""`interlace bench`: how fast the engine runs here, beside transformers and the device's limits.
 
 Parses options only; `interlace.bench` measures. Imports no torch.
 """
@@ -7,21 +7,42 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from interlace.cli.bench_options import (
+    MAX_BATCH_SIZE,
+    MAX_TOKENS,
+    Against,
+    BatchSizes,
+    Contexts,
+    Device,
+    Dtype,
+    GraphModeName,
+    InflightSteps,
+    JsonTarget,
+    MaxBatchedTokens,
+    MaxModelLen,
+    Model,
+    New,
+    OutputTokens,
+    PromptTokens,
+    Repeats,
+    engine_settings,
+    parse_contexts,
+    parse_counts,
+)
 from interlace.cli.bench_output import StillProgress, check_json_target, show
 from interlace.cli.kv_options import KVConfig, KVConnector, KVDir, kv_transfer_config
 from interlace.cli.progress import progress_for
 from interlace.cli.running import run
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Awaitable, Callable, Sequence
 
-    from interlace.bench.experiments import Bench, Outcome
-    from interlace.bench.session import Settings
-    from interlace.engine.config import KVTransferConfig
+    from interlace.bench.apparatus import Bench, Outcome
+    from interlace.bench.settings import Settings
 
 app = typer.Typer(
     name="bench",
@@ -29,70 +50,55 @@ app = typer.Typer(
     no_args_is_help=True,
 )
 
-MAX_BATCH_SIZE = 256
-
-Model = Annotated[
-    str, typer.Option("--model", help="A model's name, GGUF file or folder; as in chat.")
-]
-BatchSizes = Annotated[
-    str, typer.Option("--batch-sizes", help="Requests at once, with commas: 1,8.")
-]
-PromptTokens = Annotated[int, typer.Option("--prompt-tokens", min=2, help="Tokens of a prompt.")]
-OutputTokens = Annotated[
-    int, typer.Option("--output-tokens", min=2, help="Tokens to generate for each request.")
-]
-Repeats = Annotated[
-    int,
-    typer.Option("--repeats", min=1, help="Measured rounds; one more before them warms up."),
-]
-Against = Annotated[
-    Literal["transformers"] | None,
-    typer.Option("--vs", help="Run transformers on the same weights in turns, and print ratios."),
-]
-InflightSteps = Annotated[
-    str | None,
-    typer.Option(
-        "--max-inflight-steps",
-        help="Steps in flight, with commas: 1,2 measures an engine of each. Default: the engine's.",
-    ),
-]
-JsonTarget = Annotated[
-    str | None,
-    typer.Option(
-        "--json",
-        metavar="FILE",
-        help="Write all figures as JSON. With - they go to standard output, and the table to "
-        "standard error.",
-    ),
-]
-
 
 @app.command()
 def decode(
     model: Model = "smollm2-135m",
     batch_sizes: BatchSizes = "1,8",
-    prompt_tokens: PromptTokens = 512,
+    prompt_tokens: Contexts = "512",
     output_tokens: OutputTokens = 64,
     repeats: Repeats = 5,
     vs: Against = None,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    max_model_len: MaxModelLen = None,
+    max_num_batched_tokens: MaxBatchedTokens = None,
+    cudagraph_mode: GraphModeName = None,
     max_inflight_steps: InflightSteps = None,
     kv_connector: KVConnector = None,
     kv_transfer_config_json: KVConfig = None,
     kv_dir: KVDir = None,
     json: JsonTarget = None,
 ) -> None:
-    """Tokens per second from the first token to the last, prefill excluded."""
+    """Tokens per second from the first token to the last, prefill excluded.
+
+    "of memory limit": the time to read weights and KV once, at the rate that this device reads
+    with, by the median step. "kernels ms", "no kernel" (GPU): what kernels take in a step, and the
+    share of the time in which none runs, in one more run that is traced.
+    """
     from interlace.bench import experiments
-    from interlace.bench.arms import Shape
+    from interlace.bench.arms import Grid
 
     sizes = parse_counts("--batch-sizes", batch_sizes, MAX_BATCH_SIZE)
-    shape = Shape(prompt_tokens, output_tokens, repeats)
-    kv = kv_transfer_config(kv_connector, kv_transfer_config_json, kv_dir)
+    grid = Grid(sizes, parse_contexts(prompt_tokens), output_tokens, repeats)
+    settings = engine_settings(
+        model,
+        device=device,
+        dtype=dtype,
+        max_model_len=max_model_len,
+        max_num_batched_tokens=max_num_batched_tokens,
+        cudagraph_mode=cudagraph_mode,
+        max_inflight_steps=max_inflight_steps,
+        request_tokens=max(grid.prompt_tokens) + output_tokens,
+        vs=vs,
+        kv=kv_transfer_config(kv_connector, kv_transfer_config_json, kv_dir),
+    )
+    shape = {"prompt_tokens": _told(grid.prompt_tokens), "output_tokens": output_tokens}
     _measure(
         "decode",
-        _settings(model, max_inflight_steps, vs, kv),
-        lambda bench: experiments.decode(bench, sizes, shape),
-        {"prompt_tokens": prompt_tokens, "output_tokens": output_tokens, "repeats": repeats},
+        settings,
+        lambda bench: experiments.decode(bench, grid),
+        shape | {"repeats": repeats},
         json,
     )
 
@@ -101,27 +107,48 @@ def decode(
 def prefill(
     model: Model = "smollm2-135m",
     batch_sizes: BatchSizes = "1",
-    prompt_tokens: PromptTokens = 512,
+    prompt_tokens: Contexts = "512",
     repeats: Repeats = 5,
     vs: Against = None,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    max_model_len: MaxModelLen = None,
+    max_num_batched_tokens: MaxBatchedTokens = None,
+    cudagraph_mode: GraphModeName = None,
     max_inflight_steps: InflightSteps = None,
     kv_connector: KVConnector = None,
     kv_transfer_config_json: KVConfig = None,
     kv_dir: KVDir = None,
     json: JsonTarget = None,
 ) -> None:
-    """Time to the first token of prompts that were never seen before."""
+    """Time to the first token of prompts that were never seen before.
+
+    "of matrix limit": the time to compute all products and attention, at the rate that this device
+    reaches in a large product, by the time to the first token. "kernels ms", "no kernel" (GPU):
+    what kernels take, and the share of the time in which none runs, in one more run that is traced.
+    """
     from interlace.bench import experiments
-    from interlace.bench.arms import Shape
+    from interlace.bench.arms import Grid
 
     sizes = parse_counts("--batch-sizes", batch_sizes, MAX_BATCH_SIZE)
-    shape = Shape(prompt_tokens, 1, repeats)
-    kv = kv_transfer_config(kv_connector, kv_transfer_config_json, kv_dir)
+    grid = Grid(sizes, parse_contexts(prompt_tokens), 1, repeats)
+    settings = engine_settings(
+        model,
+        device=device,
+        dtype=dtype,
+        max_model_len=max_model_len,
+        max_num_batched_tokens=max_num_batched_tokens,
+        cudagraph_mode=cudagraph_mode,
+        max_inflight_steps=max_inflight_steps,
+        request_tokens=max(grid.prompt_tokens) + 1,
+        vs=vs,
+        kv=kv_transfer_config(kv_connector, kv_transfer_config_json, kv_dir),
+    )
     _measure(
         "prefill",
-        _settings(model, max_inflight_steps, vs, kv),
-        lambda bench: experiments.prefill(bench, sizes, shape),
-        {"prompt_tokens": prompt_tokens, "repeats": repeats},
+        settings,
+        lambda bench: experiments.prefill(bench, grid),
+        {"prompt_tokens": _told(grid.prompt_tokens), "repeats": repeats},
         json,
     )
 
@@ -130,20 +157,46 @@ def prefill(
 def hit(
     model: Model = "smollm2-135m",
     prompt_tokens: PromptTokens = 1000,
+    new: New = None,
     repeats: Repeats = 5,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    max_model_len: MaxModelLen = None,
+    max_num_batched_tokens: MaxBatchedTokens = None,
+    cudagraph_mode: GraphModeName = None,
     max_inflight_steps: InflightSteps = None,
     json: JsonTarget = None,
 ) -> None:
-    """Time to the first token of a prompt that is cached, in units of one decode step."""
-    from interlace.bench import experiments
+    """Time to the first token of a prompt that is cached, in units of one decode step.
 
-    _measure(
-        "hit",
-        _settings(model, max_inflight_steps, None),
-        lambda bench: experiments.hit(bench, prompt_tokens, repeats),
-        {"prompt_tokens": prompt_tokens, "repeats": repeats},
-        json,
+    With --new, of a prompt whose first part is cached, in milliseconds. "of limit": the time to
+    read or to compute what must be, whichever takes longer, at the rates that this device reaches,
+    by the time to the first token. "kernels ms", "no kernel" (GPU): as for prefill.
+    """
+    from interlace.bench import hits
+
+    counts = None if new is None else parse_counts("--new", new, MAX_TOKENS)
+    behind = hits.HIT_OUTPUT_TOKENS if counts is None else max(counts) + 1
+    settings = engine_settings(
+        model,
+        device=device,
+        dtype=dtype,
+        max_model_len=max_model_len,
+        max_num_batched_tokens=max_num_batched_tokens,
+        cudagraph_mode=cudagraph_mode,
+        max_inflight_steps=max_inflight_steps,
+        request_tokens=prompt_tokens + behind,
     )
+    shape: dict[str, object] = {"prompt_tokens": prompt_tokens}
+    if counts is not None:
+        shape["new"] = list(counts)
+
+    async def experiment(bench: Bench) -> Outcome:
+        if counts is None:
+            return await hits.hit(bench, prompt_tokens, repeats)
+        return await hits.hit_with_new(bench, prompt_tokens, counts, repeats)
+
+    _measure("hit", settings, experiment, shape | {"repeats": repeats}, json)
 
 
 @app.command()
@@ -203,6 +256,7 @@ def kv(
     from interlace.bench.kv_experiments import Experiment
     from interlace.bench.kv_session import run_kv_benchmark, scratch_folder
     from interlace.bench.session import prepare
+    from interlace.bench.settings import Settings
     from interlace.engine.clock import MonotonicClock
 
     check_json_target(json)
@@ -213,7 +267,7 @@ def kv(
     progress = StillProgress(sys.stderr)
     with (
         scratch_folder(kv_dir) as folder,
-        contextlib.closing(prepare(_settings(model, None, None), progress_for())) as prepared,
+        contextlib.closing(prepare(Settings(model), progress_for())) as prepared,
     ):
         shape = (prompt_tokens, repeats)
         report = run(
@@ -224,40 +278,9 @@ def kv(
     show(report, json)
 
 
-def parse_counts(option: str, text: str, most: int) -> tuple[int, ...]:
-    """Different whole numbers from 1 to `most`, in the order given, as in 1,8.
-
-    Raises: `typer.BadParameter`.
-    """
-    try:
-        counts = tuple(dict.fromkeys(int(part) for part in text.split(",")))
-    except ValueError:
-        counts = ()
-    if not counts or not all(1 <= count <= most for count in counts):
-        raise typer.BadParameter(
-            f"{text!r} is not a list of numbers from 1 to {most}, as in 1,{min(8, most)}.",
-            param_hint=option,
-        )
-    return counts
-
-
-def _settings(
-    model: str,
-    max_inflight_steps: str | None,
-    vs: str | None,
-    kv: KVTransferConfig | None = None,
-) -> Settings:
-    from interlace.bench.session import Settings
-
-    depths: tuple[int, ...] = ()
-    if max_inflight_steps is not None:
-        depths = parse_counts("--max-inflight-steps", max_inflight_steps, 2)
-    if kv is not None and len(depths) > 1:
-        raise typer.BadParameter(
-            "with a KV connector one engine could load what the other has saved; give one depth.",
-            param_hint="--max-inflight-steps",
-        )
-    return Settings(model, depths, against_transformers=vs is not None, kv_transfer_config=kv)
+def _told(counts: Sequence[int]) -> object:
+    """One number as itself."""
+    return counts[0] if len(counts) == 1 else list(counts)
 
 
 def _measure(

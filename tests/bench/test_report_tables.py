@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import io
 import json
-from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from interlace.bench.machine import cpu_model, machine_facts, version_of
 from interlace.bench.report import Check, Report, Row
 from interlace.bench.spread import Spread
 from interlace.bench.tables import draw
-from interlace.layers.hardware.host import usable_cores
 
 REPORT = Report(
     "decode",
@@ -28,6 +25,8 @@ REPORT = Report(
         Check("lag, ms", 0.5, at_most=20.0),
         Check("other", 150.0),
     ),
+    limits={"read GB/s": Spread.of([4330.0, 4300.0])},
+    notes=("Something is not known.",),
 )
 
 
@@ -44,6 +43,8 @@ def test_json() -> None:
         "samples": [61.5, 60.0, 62.25],
     }
     assert [check["met"] for check in found["checks"]] == [False, True, True]
+    assert found["limits"]["read GB/s"]["samples"] == [4330.0, 4300.0]
+    assert found["notes"] == ["Something is not known."]
     assert REPORT.to_json().endswith("}\n")
 
 
@@ -62,6 +63,8 @@ def test_table() -> None:
         "missed",
     ]
     assert "<= 20.0" in lines["lag, ms"]
+    assert "limits in the same run: read GB/s 4,315 (4,300 to 4,330)" in text
+    assert "Something is not known." in text
     assert "model tiny, repeats 3" in text
     assert "cpu Some CPU, cores 2" in text
     assert "transformers None" not in text
@@ -74,15 +77,3 @@ def test_table() -> None:
 )
 def test_a_check(value: float, at_least: float | None, at_most: float | None, met: bool) -> None:
     assert Check("x", value, at_least=at_least, at_most=at_most).met is met
-
-
-def test_machine_facts(tmp_path: Path) -> None:
-    facts = machine_facts(3)
-    assert facts["torch_threads"] == 3
-    assert facts["cores"] == usable_cores() >= 1
-    assert facts["torch"] is not None
-    assert version_of("no-such-package-as-this") is None
-    info = tmp_path / "cpuinfo"
-    info.write_text("processor\t: 0\nmodel name\t: Fast One\nmodel name\t: Slow One\n")
-    assert cpu_model(info) == "Fast One"
-    assert cpu_model(tmp_path / "missing") != ""

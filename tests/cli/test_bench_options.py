@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 from interlace.bench.report import Check, Report, Row
 from interlace.bench.spread import Spread
 from interlace.cli import bench, bench_output
+from interlace.cli.bench_options import engine_settings, parse_contexts, parse_counts
 from interlace.cli.bench_output import StillProgress, check_json_target, show
 from interlace.engine.errors import ConfigError
 
@@ -29,13 +30,19 @@ REPORT = Report(
     ("text", "counts"), [("1", (1,)), ("1,8", (1, 8)), (" 8 , 1,8", (8, 1)), ("16", (16,))]
 )
 def test_counts(text: str, counts: tuple[int, ...]) -> None:
-    assert bench.parse_counts("--batch-sizes", text, 16) == counts
+    assert parse_counts("--batch-sizes", text, 16) == counts
 
 
 @pytest.mark.parametrize("text", ["", "0", "1,", "x", "17", "-1", "1;2", "1.5"])
 def test_bad_counts(text: str) -> None:
     with pytest.raises(typer.BadParameter, match="from 1 to 16"):
-        bench.parse_counts("--batch-sizes", text, 16)
+        parse_counts("--batch-sizes", text, 16)
+
+
+def test_prompts_have_two_tokens_at_least() -> None:
+    assert parse_contexts("2,2000") == (2, 2000)
+    with pytest.raises(typer.BadParameter, match="from 2 to"):
+        parse_contexts("1")
 
 
 def test_json_to_standard_output_stands_alone(capsys: pytest.CaptureFixture[str]) -> None:
@@ -115,6 +122,51 @@ def test_two_engines_never_share_a_connector_s_files(command: str) -> None:
     result = CliRunner().invoke(bench.app, arguments)
     assert result.exit_code == 2
     assert "give one depth" in " ".join(result.output.replace("\u2502", " ").split())
+
+
+def test_options_come_to_the_engine_s() -> None:
+    settings = engine_settings(
+        "m",
+        device="cpu",
+        dtype="bfloat16",
+        max_model_len=300,
+        max_num_batched_tokens=64,
+        cudagraph_mode=None,
+        max_inflight_steps="1,2",
+        request_tokens=200,
+    )
+    configs = [config for _, config in settings.engine_configs()]
+    assert [config.max_inflight_steps for config in configs] == [1, 2]
+    for config in configs:
+        assert (config.model, config.device, config.dtype) == ("m", "cpu", "bfloat16")
+        assert (config.max_model_len, config.max_num_batched_tokens) == (300, 64)
+        assert config.skip_tokenizer_init
+        assert config.gpu_memory_utilization is None
+
+
+@pytest.mark.parametrize("command", ["decode", "prefill", "hit"])
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        (["--cudagraph-mode", "FULL"], "needs a CUDA device"),
+        (["--cudagraph-mode", "SOME"], "cudagraph_mode"),
+        (["--dtype", "int8"], "dtype"),
+    ],
+)
+def test_what_the_engine_refuses_is_refused_before_a_model_is_looked_for(
+    command: str, options: list[str], problem: str
+) -> None:
+    arguments = [command, "--device", "cpu", "--model", "no such", *options]
+    result = CliRunner().invoke(bench.app, arguments)
+    assert isinstance(result.exception, ConfigError)
+    assert problem in str(result.exception)
+
+
+@pytest.mark.parametrize("text", ["0", "x", "16,"])
+def test_bad_numbers_of_new_tokens(text: str) -> None:
+    result = CliRunner().invoke(bench.app, ["hit", "--new", text, "--model", "no such"])
+    assert result.exit_code == 2
+    assert "--new" in result.output
 
 
 @pytest.mark.parametrize("command", ["decode", "prefill", "hit", "kv", "schedule"])
