@@ -1,4 +1,4 @@
-"""Fills KV pages with invented numbers. Device thread."""
+"""Fills KV pages with invented numbers, on a GPU without waiting for it. Device thread."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+
+from interlace.layers.device_copies import to_device
 
 
 class BlockFiller:
@@ -34,12 +36,13 @@ class BlockFiller:
     def fill(self, block_ids: Sequence[int]) -> None:
         """Fill these blocks."""
         for index, pages in enumerate(self._layers):
-            ids = torch.tensor(block_ids, device=pages.device)
+            ids = to_device(block_ids, torch.int64, pages.device)
             if self._std == 0:
                 pages.index_fill_(0, ids, self._mean)
             else:
                 blocks = np.stack([self._draw(index, i, pages) for i in block_ids])
-                pages[ids] = torch.from_numpy(blocks).to(pages.device, pages.dtype)
+                drawn = to_device(blocks, torch.float32, pages.device)
+                pages.index_copy_(0, ids, drawn.to(pages.dtype))
 
     def _draw(self, layer: int, block_id: int, pages: torch.Tensor) -> np.ndarray:
         """This worker's part of one block of one layer, float32."""

@@ -237,8 +237,9 @@ class ExampleConnector(KVConnectorBase_V1):
         self._worker.register(kv_caches)
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
-        """Nothing to wait for: pages are copied before `wait_for_save` returns, and loads into
-        them end within a step, or before their request is reported as received."""
+        """Nothing to wait for: pages are copied before `wait_for_save` returns, or on a GPU their
+        copies are queued before what follows, and loads into them end within a step, or before
+        their request is reported as received."""
 
     def has_connector_metadata(self) -> bool:
         """Whether layers of this step have something to wait for or to copy: the engine leaves
@@ -260,7 +261,8 @@ class ExampleConnector(KVConnectorBase_V1):
         self._worker.copy_layer(layer_name)
 
     def wait_for_save(self) -> None:
-        """Hand the copies to the writer; from now on the pages may change."""
+        """Hand the copies to the writer as far as they have arrived; from now on the pages may
+        change, on a GPU by what is queued from now on."""
         self._worker.finish_saves()
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:

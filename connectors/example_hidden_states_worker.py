@@ -132,8 +132,10 @@ class HiddenStatesWorker:
         """The prompt's states in host memory, [tokens, vectors, hidden]."""
         import torch
 
+        from interlace.layers.device_copies import to_device
+
         assert self._pages is not None, "registered"
-        ids = torch.tensor(order.block_ids, device=self._pages.device)
+        ids = to_device(order.block_ids, torch.int64, self._pages.device)
         rows = self._pages.index_select(0, ids).flatten(0, 1)[: len(order.token_ids)].cpu()
         dtype = str(rows.dtype).removeprefix("torch.")
         return Tensor(dtype, tuple(rows.shape), rows.view(torch.uint8).numpy())

@@ -84,7 +84,7 @@ class ExampleWorkerMetadata(KVConnectorWorkerMetadata):
     """What one worker, or several, report with a step. The scheduler side counts ranks."""
 
     copied: tuple[CopiedSave, ...] = ()
-    """Saves whose blocks were copied in this step."""
+    """Saves whose blocks are in host memory since this step. On a GPU, copied in an earlier one."""
     ended: tuple[EndedSave, ...] = ()
     """Since the last report."""
     lost: tuple[LostFolder, ...] = ()

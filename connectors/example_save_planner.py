@@ -7,10 +7,10 @@ yet: the blocks are the request's own and hold still, and what a preemption take
 gathered, again.
 
 A save lives through four messages: planned in a step's metadata and copied in that step; reported
-as copied with the step's output; allowed in a later step's metadata, unless a block at or beneath
-it turned out bad; and reported as ended. A request that ends before is held until then: in part
-because its last blocks are copied in the next step, and for the rest so that the engine runs the
-steps that carry the messages.
+as copied with the step's output, or on a GPU with a later one's; allowed in a later step's
+metadata, unless a block at or beneath it turned out bad; and reported as ended. A request that ends
+before is held until then: in part because its last blocks are copied in the next step, and for the
+rest so that the engine runs the steps that carry the messages.
 
 Of several workers each saves its part, in a folder of its own. A save counts as copied, or as
 ended, when all of them have said so. If one cannot write its part before the save was allowed, the

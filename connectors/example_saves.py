@@ -1,13 +1,17 @@
 """ExampleConnector's worker side, saving: copies pages within the step, and hands them on.
 
 Pages are only read while the step runs whose metadata names them, so a preemption has nothing to
-wait for. Device thread; the writer's lane never sees the pages.
+wait for. On a GPU the copies are queued with the step, and arrive while later ones are launched: a
+save is handed on, and reported as copied, with the first step that finds it in host memory. Device
+thread; the writer's lane never sees the pages.
 """
 
 from __future__ import annotations
 
+import collections
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Sequence
+from typing import NamedTuple
 
 from interlace.connectors.example_messages import CopiedSave, ExampleMetadata, Save
 from interlace.connectors.example_save_planner import max_run_blocks
@@ -16,6 +20,7 @@ from interlace.connectors.kv_folders.pages import LayerPages
 from interlace.connectors.kv_folders.staging import StagingPool
 from interlace.connectors.kv_folders.tensor_file import ByteArray
 from interlace.connectors.kv_folders.writer import EndedSave, FolderWriter
+from interlace.engine.ports import Gate
 
 
 @dataclasses.dataclass(slots=True)
@@ -31,6 +36,16 @@ class _Copy:
     """Layers that were not copied yet."""
 
 
+class _Arriving(NamedTuple):
+    """Copies that were queued together."""
+
+    gate: Gate
+    copies: Sequence[_Copy]
+
+    def holds(self, save_id: int) -> bool:
+        return any(copy.save.save_id == save_id for copy in self.copies)
+
+
 class WorkerSaves:
     """Repeated and missing layer hooks do no harm."""
 
@@ -44,6 +59,7 @@ class WorkerSaves:
         self._block_shape: tuple[int, ...] = ()
         self._block_bytes = 0  # of one layer
         self._copies: list[_Copy] = []
+        self._arriving: collections.deque[_Arriving] = collections.deque()  # bounded by the writer
         self._copied: list[CopiedSave] = []
 
     def register(self, layers: dict[str, LayerPages]) -> None:
@@ -54,16 +70,17 @@ class WorkerSaves:
         self._block_shape, self._block_bytes = first.block_shape, first.block_bytes
         run_block_bytes = len(layers) * self._block_bytes
         longest = max_run_blocks(run_block_bytes, self._queue_bytes)
-        self._staging = StagingPool(longest * run_block_bytes)
+        self._staging = StagingPool(longest * run_block_bytes, first.staging)
 
     def start(self, metadata: ExampleMetadata) -> None:
         """Pass on the verdicts on earlier saves, and copy what earlier steps filled."""
         for save_id in sorted(metadata.publish):
             self._writer.publish(save_id)
         for save_id in sorted(metadata.discard):
+            self._await_arrival(save_id)
             self._writer.discard(save_id)
         copies = [self._begin(save) for save in metadata.saves if self._has_room(save)]
-        self._hand_on(copy for copy in copies if copy.save.is_filled)
+        self._complete([copy for copy in copies if copy.save.is_filled])
         self._copies = [copy for copy in copies if not copy.save.is_filled]
 
     def _num_bytes(self, save: Save) -> int:
@@ -95,16 +112,31 @@ class WorkerSaves:
             copy.missing.remove(layer_name)
 
     def finish_step(self) -> None:
-        """Copy what is missing, and hand all on to the writer. May be repeated."""
-        self._hand_on(self._copies)
+        """Copy what is missing, and hand on to the writer what has arrived. May be repeated."""
+        self._complete(self._copies)
         self._copies = []
+        self._hand_on()
 
-    def _hand_on(self, copies: Iterable[_Copy]) -> None:
+    def _complete(self, copies: Sequence[_Copy]) -> None:
+        """Copy the layers that are missing. From now on the pages may change."""
         for copy in copies:
             for layer_name in sorted(copy.missing):
                 self._copy(copy, layer_name)
-            self._writer.write(copy.save.save_id, self._run(copy))
-            self._copied.append(CopiedSave(copy.save.save_id, self._rank))
+        if copies:
+            gate = next(iter(self._layers.values())).copied()
+            self._arriving.append(_Arriving(gate, copies))
+
+    def _hand_on(self) -> None:
+        while self._arriving and self._arriving[0].gate.query():
+            for copy in self._arriving.popleft().copies:
+                self._writer.write(copy.save.save_id, self._run(copy))
+                self._copied.append(CopiedSave(copy.save.save_id, self._rank))
+
+    def _await_arrival(self, save_id: int) -> None:
+        """The writer has to have a save before it is told what to do with it."""
+        if any(arriving.holds(save_id) for arriving in self._arriving):
+            self._arriving[-1].gate.wait()
+            self._hand_on()
 
     def _run(self, copy: _Copy) -> Run:
         return Run(
@@ -117,7 +149,7 @@ class WorkerSaves:
         )
 
     def take_copied(self) -> tuple[CopiedSave, ...]:
-        """Saves that were copied since the last call."""
+        """Saves that were handed on since the last call."""
         copied, self._copied = tuple(self._copied), []
         return copied
 
@@ -126,5 +158,8 @@ class WorkerSaves:
         return self._writer.take_ended()
 
     def close(self, timeout_s: float) -> None:
-        """Write what was allowed, within that time."""
+        """Write what was allowed, within that time. What is arriving was not."""
+        if self._arriving:
+            self._arriving[-1].gate.wait(timeout_s)  # it arrives in memory that goes now
+            self._arriving.clear()
         self._writer.close(timeout_s)

@@ -3,7 +3,8 @@
 The engine hands `copy_kv_blocks` to a connector that stages through host memory
 (`set_host_xfer_buffer_ops`). In CPU memory numpy copies, so any thread may call it; who does so
 from another thread than the device's sees to it that no step uses the blocks. Pages on a GPU are
-copied by torch: on the device thread.
+copied by torch, on the device thread and in the order of its current stream: after the kernels that
+were queued before, and layer by layer, so that copies take the memory of one layer.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import numpy as np
 import torch
 
 from interlace.engine.errors import ConnectorError
+from interlace.layers.device_copies import to_device
 from interlace.layers.kv_memory import zeroed
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -58,8 +60,8 @@ def _copy(
     if src.device.type == dst.device.type == "cpu":
         _bits(dst)[dst_block_ids] = _bits(src)[src_block_ids]
         return
-    source = torch.tensor(src_block_ids, device=src.device)
-    target = torch.tensor(dst_block_ids, device=dst.device)
+    source = to_device(src_block_ids, torch.int64, src.device)
+    target = to_device(dst_block_ids, torch.int64, dst.device)
     dst.index_copy_(0, target, src.index_select(0, source).to(dst.device))
     if dst.device.type == "cuda":
         torch.cuda.current_stream(dst.device).synchronize()

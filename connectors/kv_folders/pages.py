@@ -1,6 +1,8 @@
 """Copies blocks between a layer's pages and host memory, as bytes. Device thread only.
 
-On a CPU with numpy, which starts no threads of its own; elsewhere with torch.
+On a CPU with numpy, which starts no threads of its own. On a GPU copies are queued on the current
+stream, behind the kernels that wrote the pages and before those that read them, by way of pinned
+memory: the host does not wait.
 """
 
 from __future__ import annotations
@@ -13,6 +15,9 @@ import torch
 
 from interlace.connectors.kv_folders.tensor_file import ByteArray
 from interlace.engine.errors import ConnectorError
+from interlace.engine.ports import Gate
+from interlace.layers.cuda_lanes import CudaLanes, CudaStreams
+from interlace.layers.device_copies import to_device
 
 
 class LayerPages(Protocol):
@@ -24,11 +29,23 @@ class LayerPages(Protocol):
     dtype: str
 
     def read(self, block_ids: Sequence[int], rows: ByteArray) -> None:
-        """Copy these blocks to `rows`, [len(block_ids), block_bytes], contiguous."""
+        """Copy these blocks to `rows`, [len(block_ids), block_bytes], contiguous.
+
+        They are there, and may be let go of, when a gate of `copied` has opened.
+        """
+        ...
+
+    def copied(self) -> Gate:
+        """A gate that opens when all that was read so far is in its rows, of whatever layer."""
         ...
 
     def write(self, block_ids: Sequence[int], rows: ByteArray) -> None:
-        """Fill these blocks from `rows`, [len(block_ids), block_bytes]."""
+        """Fill these blocks from `rows`, [len(block_ids), block_bytes], before anything that is
+        queued later. The rows may change as soon as it returns."""
+        ...
+
+    def staging(self, num_bytes: int) -> ByteArray:
+        """Fresh memory that `read` fills without making the host wait."""
         ...
 
 
@@ -54,6 +71,18 @@ class _Pages:
         self.block_bytes = self._rows.shape[1]
 
 
+class _Open:
+    """A gate of what has ended already."""
+
+    error = None
+
+    def query(self) -> bool:
+        return True
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        return True
+
+
 class HostPages(_Pages):
     """Pages in host memory."""
 
@@ -66,21 +95,47 @@ class HostPages(_Pages):
         # `clip` writes straight into `out`; the default mode copies twice.
         np.take(self._array, block_ids, axis=0, out=rows, mode="clip")
 
+    def copied(self) -> Gate:
+        """See `LayerPages`: at once."""
+        return _Open()
+
     def write(self, block_ids: Sequence[int], rows: ByteArray) -> None:
         """See `LayerPages`."""
         self._array[np.asarray(block_ids)] = rows
 
+    def staging(self, num_bytes: int) -> ByteArray:
+        """See `LayerPages`."""
+        return np.empty(num_bytes, dtype=np.uint8)
+
 
 class DevicePages(_Pages):
-    """Pages anywhere."""
+    """Pages anywhere; those of `copied` and `staging` on a GPU."""
+
+    def __init__(self, pages: torch.Tensor) -> None:
+        super().__init__(pages)
+        # The device moves eight bytes as fast as one.
+        is_wide = self.block_bytes % 8 == 0
+        self._numbers = self._rows.view(torch.int64) if is_wide else self._rows
 
     def read(self, block_ids: Sequence[int], rows: ByteArray) -> None:
         """See `LayerPages`."""
-        torch.from_numpy(rows).copy_(self._rows[self._ids(block_ids)])
+        found = self._numbers.index_select(0, self._ids(block_ids))
+        # Into memory that is not pinned, the driver returns when it has copied.
+        torch.from_numpy(rows).copy_(found.view(torch.uint8), non_blocking=True)
+
+    def copied(self) -> Gate:
+        """See `LayerPages`."""
+        return CudaLanes(CudaStreams(self._rows.device)).compute.record()
 
     def write(self, block_ids: Sequence[int], rows: ByteArray) -> None:
         """See `LayerPages`."""
-        self._rows[self._ids(block_ids)] = torch.from_numpy(rows).to(self._rows.device)
+        uploaded = to_device(rows, torch.uint8, self._rows.device)
+        self._numbers.index_copy_(0, self._ids(block_ids), uploaded.view(self._numbers.dtype))
+
+    def staging(self, num_bytes: int) -> ByteArray:
+        """See `LayerPages`."""
+        memory: ByteArray = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True).numpy()
+        return memory
 
     def _ids(self, block_ids: Sequence[int]) -> torch.Tensor:
-        return torch.tensor(block_ids, device=self._rows.device)
+        return to_device(block_ids, torch.int64, self._rows.device)
