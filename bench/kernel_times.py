@@ -19,7 +19,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from interlace.bench.limits import Limits, measure_limits
 from interlace.bench.spread import Spread
+from interlace.bench.work_size import WorkSize
 from interlace.engine.errors import ConfigError
 from interlace.layers.kernels import pointwise
 from interlace.layers.kernels.attention_plan import plan_attention
@@ -52,41 +54,27 @@ class Row:
     """What torch takes for the same, if it has it."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Limits:
-    """What the device can do, measured in the same run."""
-
-    bytes_per_second: float
-    flops_per_second: float
-
-    @classmethod
-    def measure(cls) -> Limits:
-        """A sum over 4 GiB, and a product of matrices of 8192 by 8192."""
-        reading = seconds([torch.rand(1 << 30, device="cuda").sum]).median
-        product = seconds([partial(torch.matmul, _random(8192, 8192), _random(8192, 8192))]).median
-        return cls((4 << 30) / reading, 2 * 8192**3 / product)
-
-    def row(
-        self,
-        kernel: str,
-        shape: str,
-        taken: Spread,
-        *,
-        num_bytes: float = 0.0,
-        flops: float = 0.0,
-        library: Spread | None = None,
-    ) -> Row:
-        """A kernel that must move `num_bytes` or compute `flops`, whichever takes longer."""
-        limit = max(num_bytes / self.bytes_per_second, flops / self.flops_per_second)
-        return Row(
-            kernel,
-            shape,
-            microseconds=round(taken.median * 1e6, 2),
-            low=round(taken.low * 1e6, 2),
-            high=round(taken.high * 1e6, 2),
-            limit_fraction=round(limit / taken.median, 3),
-            library_microseconds=None if library is None else round(library.median * 1e6, 2),
-        )
+def limit_row(
+    limits: Limits,
+    kernel: str,
+    shape: str,
+    taken: Spread,
+    *,
+    num_bytes: float = 0.0,
+    flops: float = 0.0,
+    library: Spread | None = None,
+) -> Row:
+    """A kernel that must move `num_bytes` or compute `flops`, whichever takes longer."""
+    limit = limits.least_s(WorkSize(round(num_bytes), round(flops)))
+    return Row(
+        kernel,
+        shape,
+        microseconds=round(taken.median * 1e6, 2),
+        low=round(taken.low * 1e6, 2),
+        high=round(taken.high * 1e6, 2),
+        limit_fraction=round(limit / taken.median, 3),
+        library_microseconds=None if library is None else round(library.median * 1e6, 2),
+    )
 
 
 def seconds(calls: Sequence[Callable[[], object]]) -> Spread:
@@ -209,7 +197,7 @@ def decode_rows(limits: Limits) -> Iterator[Row]:
             step = _Requests(*heads, [(length - 1, 1) for length in lengths])
             taken = seconds(step.attend(1))
             shape = f"{heads[0]}/{heads[1]} heads, {name}"
-            yield limits.row("attention, decode", shape, taken, num_bytes=step.kv_bytes)
+            yield limit_row(limits, "attention, decode", shape, taken, num_bytes=step.kv_bytes)
 
 
 def chunk_rows(limits: Limits) -> Iterator[Row]:
@@ -218,7 +206,7 @@ def chunk_rows(limits: Limits) -> Iterator[Row]:
         for new, context in ((16, 8192), (128, 8192), (688, 8192), (1984, 8192), (8192, 0)):
             step = _Requests(*heads, [(context, new)])
             shape = f"{heads[0]}/{heads[1]} heads, {new} after {context}"
-            row = partial(limits.row, shape=shape, num_bytes=step.kv_bytes, flops=step.flops)
+            row = partial(limit_row, limits, shape=shape, num_bytes=step.kv_bytes, flops=step.flops)
             yield row("attention, chunk", taken=seconds(step.attend(new)))
             if new >= 512:
                 yield row("attention, gathered", taken=_gathered(step, new))
@@ -254,12 +242,14 @@ def fused_rows(limits: Limits) -> Iterator[Row]:
         pairs = [(_random(tokens, 4096), _random(tokens, 4096)) for _ in range(8)]
         add = partial(pointwise.add_rms_norm, weight=_random(4096), eps=1e-5)
         taken = seconds([partial(add, x, delta, out=delta) for x, delta in pairs])
-        yield limits.row("add and RMS norm", f"{tokens} x 4096", taken, num_bytes=tokens * 32768)
+        yield limit_row(
+            limits, "add and RMS norm", f"{tokens} x 4096", taken, num_bytes=tokens * 32768
+        )
         activate = partial(pointwise.silu_mul, out=_random(tokens, 14336))
         taken = seconds([partial(activate, _random(tokens, 28672)) for _ in range(4)])
-        yield limits.row("SiLU x up", f"{tokens} x 14336", taken, num_bytes=tokens * 86016)
-        yield limits.row(
-            "QK norm, RoPE, KV write", f"{tokens}", _rope(tokens), num_bytes=tokens * 24576
+        yield limit_row(limits, "SiLU x up", f"{tokens} x 14336", taken, num_bytes=tokens * 86016)
+        yield limit_row(
+            limits, "QK norm, RoPE, KV write", f"{tokens}", _rope(tokens), num_bytes=tokens * 24576
         )
 
 
@@ -295,7 +285,9 @@ def matvec_rows(limits: Limits) -> Iterator[Row]:
             ours = seconds([partial(matvec, x, weight, out=out) for weight in weights])
             library = seconds([partial(functional.linear, x, weight) for weight in weights])
             name = f"{rows} x {k} by {n}"
-            yield limits.row("few-row product", name, ours, num_bytes=n * k * 2, library=library)
+            yield limit_row(
+                limits, "few-row product", name, ours, num_bytes=n * k * 2, library=library
+            )
 
 
 def table(rows: Sequence[Row]) -> str:
@@ -321,15 +313,20 @@ def main() -> None:
     if not torch.cuda.is_available():
         raise ConfigError("This measures kernels on an NVIDIA GPU, and torch finds none.")
     torch.manual_seed(0)
-    limits = Limits.measure()
+    limits = measure_limits(torch.device("cuda"), DTYPE)
     parts = (decode_rows, chunk_rows, fused_rows, matvec_rows)
     rows = [row for part in parts for row in part(limits)]
     rates = (
-        f"{limits.bytes_per_second / 1e12:.2f} TB/s, {limits.flops_per_second / 1e12:.0f} TFLOP/s"
+        f"{limits.bytes_per_s.median / 1e12:.2f} TB/s, "
+        f"{limits.flops_per_s.median / 1e12:.0f} TFLOP/s"
     )
     sys.stdout.write(f"{torch.cuda.get_device_name()}: {rates}\n{table(rows)}\n")
     if arguments.json:
-        figures = {"device": torch.cuda.get_device_name(), **dataclasses.asdict(limits)}
+        figures: dict[str, object] = {
+            "device": torch.cuda.get_device_name(),
+            "bytes_per_second": limits.bytes_per_s.median,
+            "flops_per_second": limits.flops_per_s.median,
+        }
         figures["rows"] = [dataclasses.asdict(row) for row in rows]
         arguments.json.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
 

@@ -99,7 +99,8 @@ def _read_rate(device: torch.device, extent: Extent, timed: Timed) -> Spread:
     num_bytes = extent.num_bytes
     if device.type == "cuda":
         num_bytes = min(num_bytes, torch.cuda.mem_get_info(device)[0] // 4)
-    numbers = torch.zeros(num_bytes // 4, dtype=torch.float32, device=device)
+    # Written, and not all zeros: untouched memory of a host is one page that the cache holds.
+    numbers = torch.empty(num_bytes // 4, dtype=torch.float32, device=device).uniform_()
     return _rates(numbers.sum, numbers.nbytes, extent.calls, timed)
 
 
