@@ -48,6 +48,13 @@ Workers = Annotated[
     int,
     typer.Option("--workers", min=1, max=MAX_WORKERS, help="Workers that share the KV heads."),
 ]
+Device = Annotated[
+    Literal["cpu", "cuda"],
+    typer.Option(
+        "--device",
+        help="Where the tiny engines compute; on cuda in float32 and partly in CUDA graphs.",
+    ),
+]
 Seed = Annotated[
     int,
     typer.Option(
@@ -69,6 +76,7 @@ def check(
     config: Config = None,
     role: Role = "kv_both",
     workers: Workers = 1,
+    device: Device = "cpu",
     seed: Seed = 0,
     only: Only = None,
     quick: Quick = False,
@@ -89,6 +97,7 @@ def check(
             extra_config,
             role=role,
             workers=workers,
+            device=device,
             seed=seed,
             only=tuple(only or ()),
             quick=quick,
@@ -133,7 +142,7 @@ def _checked(
             return check_connector(connector, extra_config, only=only, progress=show, **options)
     except ConfigError as error:
         message = harmless(" ".join(str(error).split()))
-        raise typer.BadParameter(message, param_hint="NAME|MODULE:CLASS") from error
+        raise typer.BadParameter(message) from error  # of whichever option, it says which
 
 
 def _lines(report: CheckReport) -> Iterator[str]:

@@ -59,8 +59,8 @@ def check_connector(
     `kv_connector_extra_config`; without it, the class's `check_setup` says how to run it, anew for
     each run of a scenario.
     `engine_options` are keywords of `EngineConfig` that it cannot do without. `device`: where the
-    engines compute; on "cuda" in float32, for one worker, and each scenario's second way in CUDA
-    graphs. `dtype` is that of all numbers, on a CPU float64 unless it is given. `only`: ids of
+    engines compute; on "cuda" in float32, for one worker, and every other way of a scenario in
+    CUDA graphs. `dtype` is that of all numbers, on a CPU float64 unless it is given. `only`: ids of
     properties. `quick` plays each scenario in one of its two to four ways, in turns; another `seed`
     begins with another way. `fail_fast` ends the check with the first violation. `deadline_s` is
     for each run; None is 30, or 120 on a GPU. `progress` is told the property of each run before
@@ -121,6 +121,8 @@ def _notes(bench: Bench, *, quick: bool) -> tuple[str, ...]:
         notes.append("it never loaded: what can be seen of hits alone was not judged")
     if not bench.lane_names:
         notes.append("it uses no lanes: its transfers were seen in one order only")
+    if bench.evidence["steps in graphs"] and not bench.evidence["loaded tokens in graphs"]:
+        notes.append("it never loaded in CUDA graphs: see requires_piecewise_for_cudagraph")
     if bench.subject.device == "cuda":
         notes.append("on a GPU what a hook queues has ended when it is looked at: no race was seen")
     if bench.is_synthetic:

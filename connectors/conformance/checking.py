@@ -12,6 +12,7 @@ from interlace.connectors.conformance.properties import PROPERTIES, Property
 from interlace.connectors.conformance.report import Result
 from interlace.connectors.conformance.scenarios import SCENARIOS
 from interlace.connectors.conformance.stage import Bench, Scenario, Stage, Variant
+from interlace.connectors.conformance.subject import Subject
 
 _WATCHED = {
     "hooks-do-not-raise": ("steps", "no step was run"),
@@ -92,24 +93,13 @@ class Checker:
 
     def _ways(self, scenario: Scenario, place: int) -> Iterator[Variant]:
         """The variants that are played; `place` is the scenario's."""
+        bench = self._bench
+        ways = variants_of(scenario, bench.subject, lambda: bool(bench.lane_names))
         if not self._quick:
-            yield from self._variants(scenario)
+            yield from ways
             return
-        all_ways = list(self._variants(scenario))
-        yield all_ways[(place + self._bench.subject.seed) % len(all_ways)]
-
-    def _variants(self, scenario: Scenario) -> Iterator[Variant]:
-        """Each depth; where lanes are used, maybe with two policies. On a GPU one of these ways has
-        graphs: to capture them takes most of an engine's time."""
-        seed, on_gpu = self._bench.subject.seed, self._bench.subject.device == "cuda"
-        yield Variant(1, "eager")
-        if not self._bench.lane_names:
-            yield Variant(2, "eager", in_graphs=on_gpu)
-            return
-        yield Variant(2, "lazy", in_graphs=on_gpu)
-        if scenario.in_many_orders:
-            yield Variant(1, "lazy")
-            yield Variant(2, "seed", seed)
+        all_ways = list(ways)
+        yield all_ways[(place + bench.subject.seed) % len(all_ways)]
 
     def _play(self, scenario: Scenario, variant: Variant) -> None:
         stage = Stage(self._bench, scenario, variant)
@@ -170,6 +160,28 @@ class Checker:
         if verdicts.num_good[property_id]:
             return None
         return verdicts.reasons.get(property_id, "no run of it came to its end")
+
+
+def variants_of(
+    scenario: Scenario, subject: Subject, uses_lanes: Callable[[], bool]
+) -> Iterator[Variant]:
+    """Each depth; where lanes are used, which the first way may show, maybe with two policies.
+
+    On a GPU every other way has graphs, since to capture them takes most of an engine's time: the
+    second of decodes alone, so that steps in graphs and others follow each other, the last of all.
+    """
+    on_gpu = subject.device == "cuda"
+    decodes = "FULL_DECODE_ONLY" if on_gpu else None
+    all_steps = "FULL_AND_PIECEWISE" if on_gpu else None
+    yield Variant(1)
+    yield Variant(2, "lazy" if uses_lanes() else "eager", cudagraph_mode=decodes)
+    if not scenario.in_many_orders:
+        return
+    if uses_lanes():
+        yield Variant(1, "lazy")
+        yield Variant(2, "seed", subject.seed, cudagraph_mode=all_steps)
+    elif on_gpu:
+        yield Variant(1, cudagraph_mode=all_steps)
 
 
 def _exited(error: SystemExit) -> Violation:

@@ -30,14 +30,15 @@ class Variant:
     depth: int
     lane_policy: Policy = "eager"
     lane_seed: int = 0
-    in_graphs: bool = False
-    """Whether steps are replayed as CUDA graphs where that can be."""
+    cudagraph_mode: str | None = None
+    """Which steps are replayed as CUDA graphs, if the connector needs no hooks of layers then."""
 
     def __str__(self) -> str:
         policy = self.lane_policy
         lanes = policy if isinstance(policy, str) else " before ".join(policy)
         seed = self.lane_seed if lanes == "seed" else ""
-        return f"depth {self.depth}, lanes {lanes}{seed}{', graphs' if self.in_graphs else ''}"
+        graphs = f", graphs {self.cudagraph_mode}" if self.cudagraph_mode else ""
+        return f"depth {self.depth}, lanes {lanes}{seed}{graphs}"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -83,6 +84,9 @@ class Bench:
         self.evidence += seen
         self.lane_names |= harness.lanes.names
         self.is_synthetic |= harness.is_synthetic
+        if harness.shape.cudagraph_mode:
+            self.evidence["steps in graphs"] += seen["steps"]
+            self.evidence["loaded tokens in graphs"] += seen["loaded tokens"]
         self.evidence["promises"] += seen["held"] + seen["async loads"]
         if harness.lanes.names:
             self.evidence["async loads on lanes"] += seen["async loads"]
@@ -143,7 +147,7 @@ class Stage:
             "depth": variant.depth,
             "lane_policy": variant.lane_policy,
             "lane_seed": variant.lane_seed,
-            "cudagraph_mode": "FULL_AND_PIECEWISE" if variant.in_graphs else None,
+            "cudagraph_mode": variant.cudagraph_mode,
             **shape,
         }
         self.harness = Harness(
