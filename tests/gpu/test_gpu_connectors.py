@@ -174,8 +174,8 @@ async def test_preempted_requests_save_what_is_right(
     async with an_engine(model, "ExampleConnector", extra, **shape) as engine:
         for _ in range(3):
             await ask_all(engine, answers)
+            await settle(engine)
             assert engine.reset_prefix_cache()
-        await settle(engine)
         assert engine.snapshot().stats.num_preemptions > 0
     async with an_engine(model, "ExampleConnector", extra, **shape) as engine:
         await ask_all(engine, answers)

@@ -69,6 +69,14 @@ async def ask(engine: AsyncEngine, case: dict[str, Any]) -> Completion:
         return await engine.complete(case["prompt"], GREEDY)
 
 
+async def forget(engine: AsyncEngine) -> None:
+    """Begin anew, with nothing cached."""
+    async with asyncio.timeout(PATIENCE_S):
+        while not engine.snapshot().idle:  # noqa: ASYNC110 - no event tells of it
+            await asyncio.sleep(0.001)
+    assert engine.reset_prefix_cache()
+
+
 async def ask_all(engine: AsyncEngine) -> list[Completion]:
     return await asyncio.gather(*(ask(engine, case) for case in CASES))
 
@@ -82,7 +90,7 @@ async def test_float32_gives_the_references_ids(
         alone = []
         for case in CASES:
             alone.append(await ask(engine, case))
-            assert engine.reset_prefix_cache()
+            await forget(engine)
         together = await ask_all(engine)
         cached = await ask_all(engine)
     assert any(one.usage.num_local_cached_tokens for one in cached)
@@ -99,7 +107,7 @@ async def test_bfloat16_agrees_for_five_tokens_on_six_of_seven(
 ) -> None:
     async with AsyncEngine.from_loaded(config_of(mode, 2), bfloat16_model) as engine:
         alone = [await ask(engine, case) for case in CASES]
-        assert engine.reset_prefix_cache()
+        await forget(engine)
         together = await ask_all(engine)
     for kind, answers in (("alone", alone), ("together", together)):
         right = {c["name"]: num_right(a, c) for c, a in zip(CASES, answers, strict=True)}
