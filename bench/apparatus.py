@@ -74,7 +74,8 @@ async def trace_figures(bench: Bench, arm: Arm, work: Work) -> Figures:
     """
     if bench.tracer is None:
         return {}
-    sample, kernels = await bench.tracer.trace(lambda: arm.run(work))
+    with bench.progress.task("tracing kernels", None):
+        sample, kernels = await bench.tracer.trace(lambda: arm.run(work))
     if not kernels:
         return {}
     wall_s = sample.decode_s or sample.first_token_s

@@ -5,7 +5,6 @@ Tracing slows the host down, so what is traced is a run of its own that nothing 
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -60,13 +59,12 @@ class KernelTracer:
         Loop thread, which other work may use meanwhile. Raises: what `run` raises. Cancelling
         cancels `run`, and returns when the profiler has ended.
         """
-        profiler = await self._on_device(lambda: attempt(self._start, "tracing kernels"))
+        started = self._device.submit(lambda: attempt(self._start, "tracing kernels"))
         try:
+            await finish_despite_cancel(started)
             outcome = await run()
         finally:
-            found = await self._on_device(
-                lambda: attempt(lambda: _stop(profiler), "reading a trace")
-            )
+            found = await self._stop(started.result())
         if isinstance(found, Unknown):
             self.problem = found.reason
             return outcome, ()
@@ -75,9 +73,12 @@ class KernelTracer:
             self.problem = "the profiler saw no kernel"
         return outcome, kernels
 
-    async def _on_device(self, function: Callable[[], T]) -> T:
-        future: asyncio.Future[T] = self._device.submit(function)
-        return await finish_despite_cancel(future)
+    async def _stop(self, profiler: profile | Unknown) -> Sequence[Any] | Unknown:
+        """Its events, or why there are none. Cancelling: is told when the profiler has ended."""
+        if isinstance(profiler, Unknown):
+            return profiler
+        stopped = self._device.submit(lambda: attempt(lambda: _events(profiler), "reading a trace"))
+        return await finish_despite_cancel(stopped)
 
     def _start(self) -> profile:
         from torch.profiler import ProfilerActivity, profile
@@ -88,10 +89,8 @@ class KernelTracer:
         return profiler
 
 
-def _stop(profiler: profile | Unknown) -> Sequence[Any]:
-    """Its events. Waits for the device."""
-    if isinstance(profiler, Unknown):
-        raise LookupError(profiler.reason)  # noqa: TRY004 - it was not started
+def _events(profiler: profile) -> Sequence[Any]:
+    """End it, once the device is idle, and read what it saw."""
     profiler.stop()
     return list(profiler.events())  # type: ignore[no-untyped-call]
 

@@ -58,6 +58,8 @@ def _bar(check: Check) -> str:
 
 
 def _spread(spread: Spread) -> str:
+    if len(spread.samples) == 1:
+        return _number(spread.median)
     return f"{_number(spread.median)} ({_number(spread.low)} to {_number(spread.high)})"
 
 

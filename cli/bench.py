@@ -72,8 +72,10 @@ def decode(
 ) -> None:
     """Tokens per second from the first token to the last, prefill excluded.
 
-    "of memory limit": the time to read weights and KV once, at the rate that this device reads
-    with, by the median step. "kernels ms", "no kernel" (GPU): what kernels take in a step, and the
+    "of memory limit": the time to read weights and KV once, at the rate
+    that this device reads with, by the median step.
+
+    "kernels ms", "no kernel" (GPU): what kernels take in a step, and the
     share of the time in which none runs, in one more run that is traced.
     """
     from interlace.bench import experiments
@@ -123,9 +125,12 @@ def prefill(
 ) -> None:
     """Time to the first token of prompts that were never seen before.
 
-    "of matrix limit": the time to compute all products and attention, at the rate that this device
-    reaches in a large product, by the time to the first token. "kernels ms", "no kernel" (GPU):
-    what kernels take, and the share of the time in which none runs, in one more run that is traced.
+    "of matrix limit": the time to compute all products and attention, at
+    the rate that this device reaches in a large product, by the time to the
+    first token.
+
+    "kernels ms", "no kernel" (GPU): what kernels take, and the share of the
+    time in which none runs, in one more run that is traced.
     """
     from interlace.bench import experiments
     from interlace.bench.arms import Grid
@@ -169,9 +174,11 @@ def hit(
 ) -> None:
     """Time to the first token of a prompt that is cached, in units of one decode step.
 
-    With --new, of a prompt whose first part is cached, in milliseconds. "of limit": the time to
-    read or to compute what must be, whichever takes longer, at the rates that this device reaches,
-    by the time to the first token. "kernels ms", "no kernel" (GPU): as for prefill.
+    With --new, of a prompt whose first part is cached, in milliseconds.
+
+    "of limit": the time to read or to compute what must be, whichever takes
+    longer, at the rates that this device reaches, by the time to the first
+    token. "kernels ms", "no kernel" (GPU): as for prefill.
     """
     from interlace.bench import hits
 

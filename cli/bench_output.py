@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from interlace.bench.report import Report
 
 BAR_WIDTH = 30
-PIPE_WIDTH = 200
+PIPE_WIDTH = 240
 """Columns of a table that goes to a file or pipe, where nothing says how wide it may be."""
 
 

@@ -96,3 +96,23 @@ async def test_the_profiler_ends_when_the_run_fails(device: DeviceThread) -> Non
         with pytest.raises(ValueError, match="mine"):
             await tracer.trace(fail)
     assert tracer.problem is None
+
+
+async def test_the_profiler_ends_before_a_cancelled_caller_is_told(device: DeviceThread) -> None:
+    tracer = KernelTracer(device, "cpu")
+    running = asyncio.Event()
+
+    async def hang() -> None:
+        running.set()
+        await asyncio.sleep(60)
+
+    async with asyncio.timeout(30), asyncio.TaskGroup() as group:
+        for early in (True, False):
+            task = group.create_task(tracer.trace(hang))
+            await (asyncio.sleep(0) if early else running.wait())
+            task.cancel()
+            await asyncio.wait([task])
+            assert task.cancelled()
+            running.clear()
+    _, kernels = await tracer.trace(lambda: device.submit(torch.ones, 3))
+    assert kernels

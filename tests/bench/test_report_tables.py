@@ -56,6 +56,7 @@ def test_table() -> None:
     assert "61.5 (60.0 to 62.2)" in text
     assert "1,234 (5.00 to 9,999)" in text
     lines = {line.split("|")[1].strip(): line for line in text.splitlines() if "|" in line}
+    assert lines["ours"].split("|")[3].strip() == "0.50"  # one sample has no spread
     assert lines["theirs"].split("|")[3].strip() == "-"
     assert [cell.strip() for cell in lines["ours / theirs"].split("|")[2:5]] == [
         "1.25",
