@@ -124,7 +124,7 @@ def _notes(bench: Bench, *, quick: bool) -> tuple[str, ...]:
     if bench.evidence["steps in graphs"] and not bench.evidence["loaded tokens in graphs"]:
         notes.append("it never loaded in CUDA graphs: see requires_piecewise_for_cudagraph")
     if bench.subject.device == "cuda":
-        notes.append("on a GPU what a hook queues has ended when it is looked at: no race was seen")
+        notes.append("on a GPU all streams had ended before each look: their races were not judged")
     if bench.is_synthetic:
         notes.append("its KV is synthetic: protocol, leaks and isolation were judged, not tokens")
     return tuple(notes)

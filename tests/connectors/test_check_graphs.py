@@ -3,6 +3,7 @@ hooks of layers and says that each step is one graph."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from interlace.connectors.conformance.checking import variants_of
 from interlace.connectors.conformance.scenarios import SCENARIOS
 from interlace.connectors.conformance.stage import Scenario, Variant
 from interlace.connectors.conformance.subject import Subject, engine_config
+from interlace.engine.scheduler_output import SchedulerOutput
 from interlace.layers.decoder import Attend
 from interlace.layers.graph_mode import GraphMode
 from interlace.layers.kv_hooks import KVHooks
@@ -21,21 +23,33 @@ from interlace.layers.kv_hooks import KVHooks
 FEW = ("tokens-cold", "tokens-full-hit", "shared-prefix")
 
 
-@pytest.fixture
-def _full_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
-    pre_forward = KVHooks.pre_forward
+def pretend_graphs(
+    monkeypatch: pytest.MonkeyPatch, is_graph: Callable[[SchedulerOutput], bool]
+) -> None:
+    """Those steps are one graph each."""
+    pre_forward, transfer = KVHooks.pre_forward, KVHooks.maybe_transfer_kv_layer
 
     def in_a_graph(
-        self: KVHooks, output: Any, make_metadata: Any, mode: GraphMode = GraphMode.NONE
+        self: KVHooks, output: SchedulerOutput, make_metadata: Any, mode: GraphMode = GraphMode.NONE
     ) -> None:
-        has_tokens = make_metadata is not None
-        pre_forward(self, output, make_metadata, GraphMode.FULL if has_tokens else mode)
+        is_one = make_metadata is not None and is_graph(output)
+        pre_forward(self, output, make_metadata, GraphMode.FULL if is_one else mode)
 
-    def no_hooks(self: KVHooks, attend: Attend, output: Any) -> Attend:
-        return attend
+    def no_hooks(self: KVHooks, attend: Attend, output: SchedulerOutput) -> Attend:
+        return attend if is_graph(output) else transfer(self, attend, output)
 
     monkeypatch.setattr(KVHooks, "pre_forward", in_a_graph)
     monkeypatch.setattr(KVHooks, "maybe_transfer_kv_layer", no_hooks)
+
+
+@pytest.fixture
+def _full_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend_graphs(monkeypatch, lambda output: True)
+
+
+@pytest.fixture
+def _graphs_of_decodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend_graphs(monkeypatch, lambda output: set(output.num_scheduled_tokens.values()) == {1})
 
 
 @pytest.mark.usefixtures("_full_graphs")
@@ -64,6 +78,15 @@ def test_whoever_loads_in_hooks_of_layers_is_told_to_say_so(
     detail = report.result("layer-loads-complete").detail
     assert "was needed when start_load_kv returned" in detail
     assert "requires_piecewise_for_cudagraph" in detail
+
+
+@pytest.mark.usefixtures("_graphs_of_decodes")
+def test_graphs_of_decodes_show_it_by_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is stored was computed in other steps; a request that lacks one token is a decode."""
+    check_in(monkeypatch, FEW, AtOnce, quick=True).raise_if_failed()
+    report = check_in(monkeypatch, ("tokens-cold", "tokens-full-hit"), Unsaid)
+    assert report.failed == ["tokens-full-hit"], "\n".join(report.lines())
+    assert "requires_piecewise_for_cudagraph" in report.result("tokens-full-hit").detail
 
 
 def test_the_scripted_connector_says_so() -> None:
