@@ -91,6 +91,16 @@ class BlockPool:
         """The block that holds, or is being filled with, this content."""
         return self._by_hash.get(block_hash)
 
+    def get_cached_prefix(self, block_hashes: Iterable[BlockHash]) -> list[KVCacheBlock]:
+        """The blocks that hold, or are being filled with, this content, up to the first gap."""
+        cached, found = self._by_hash.get, []
+        for block_hash in block_hashes:
+            block = cached(block_hash)
+            if block is None:
+                break
+            found.append(block)
+        return found
+
     def find_start(
         self, parent: BlockHash, token_ids: Sequence[int]
     ) -> tuple[KVCacheBlock, int] | None:
@@ -122,7 +132,7 @@ class BlockPool:
     def touch(self, blocks: Iterable[KVCacheBlock]) -> None:
         """Hold blocks that a prefix look-up found; the null block is never among them."""
         for block in blocks:
-            assert not block.is_null, "the null block cannot be held: leave it out"
+            assert block.block_id, "the null block cannot be held: leave it out"
             if block.ref_cnt == 0:
                 del self._free[block.block_id]
             block.ref_cnt += 1

@@ -57,12 +57,7 @@ class KVCacheManager:
         beside `num_reserved` blocks.
         """
         most = (request.num_tokens - 1) // self.block_size
-        blocks = []
-        for block_hash in request.block_hashes[:most]:
-            block = self.pool.get_cached_block(block_hash)
-            if block is None:
-                break
-            blocks.append(block)
+        blocks = self.pool.get_cached_prefix(request.block_hashes[:most])
         num_tokens = len(blocks) * self.block_size
         end = min(num_tokens + self.block_size, request.num_tokens - 1)
         wanted = request.all_token_ids[num_tokens:end]

@@ -1,4 +1,4 @@
-"""Samples a whole batch without waiting for the device: greedy rows, and plain random ones.
+"""Random rows of a batch, drawn without waiting for the device; `kernels/greedy.py` has the others.
 
 The tokens are those of `layers/sampler.py`, its plain twin, up to the rounding of sums. Rows that
 need more than temperature, min-p, top-k and top-p (`fits` tells) are left to the twin. Device
@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -31,8 +31,8 @@ def fits(params: SamplingParams, position: int) -> bool:
 class Draw:
     """One random row. Its numbers go to the device with the step's other inputs."""
 
-    row: int
-    """Its place in the batch."""
+    place: int
+    """Of its logits in the batch."""
     temperature: float
     min_p: float
     top_k: int
@@ -50,48 +50,35 @@ class Draw:
         return cls(place, p.temperature, p.min_p, max(p.top_k, 0), p.top_p, uniform(seed, position))
 
 
-class SampledBatch(NamedTuple):
-    """Still on the device."""
+def draw_tokens(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
+    """A token for each row of raw `logits` [D, vocabulary]: int64 [D], on the same device.
 
-    token_ids: Tensor
-    """int64 [N]."""
-    best: Tensor
-    """Each row's largest logit, float32 [N]: not finite where nothing could be sampled."""
-
-
-def sample_batch(logits: Tensor, draws: Sequence[Draw]) -> SampledBatch:
-    """One token for each row of raw `logits` [N, vocabulary], greedy where there is no draw.
-
-    Queues work and returns; the result is right where `best` is finite.
+    Queues work and returns; the result is right where a row's logits are finite. Inverts the
+    cumulated weights, in float64.
     """
-    best, token_ids = logits.max(dim=-1)
-    if draws:
-        rows = to_device([draw.row for draw in draws], torch.int64, logits.device)
-        token_ids = token_ids.index_copy(0, rows, _draw(logits[rows].to(torch.float64), draws))
-    return SampledBatch(token_ids, best.to(torch.float32))
-
-
-def _draw(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
-    """Token ids [D] of float64 rows [D, vocabulary]: the inverse of the cumulated weights."""
-
-    def column(values: Sequence[float], dtype: torch.dtype = torch.float64) -> Tensor:
-        return to_device(values, dtype, logits.device)[:, None]
-
-    shifted = logits - logits.amax(dim=-1, keepdim=True)
-    weights = torch.exp(shifted / column([draw.temperature for draw in draws]))
+    temperature, min_p, top_k, top_p, target = _columns(draws, logits)
+    wide = logits.to(torch.float64)
+    shifted = wide - wide.amax(dim=-1, keepdim=True)
+    weights = torch.exp(shifted / temperature)
     # 0 / temperature is 0 / 0 where the device flushes tiny numbers to 0.
     weights = torch.where(shifted == 0, 1.0, weights)
-    kept = weights >= column([draw.min_p for draw in draws])
+    kept = weights >= min_p
     weights = weights.masked_fill(~kept, 0.0)
     if any(draw.top_k or draw.top_p < 1.0 for draw in draws):
-        top_k = column([draw.top_k or logits.shape[-1] for draw in draws], torch.int64)
-        weights = _top(weights, top_k, column([draw.top_p for draw in draws]))
+        weights = _top(weights, top_k, top_p)
     reached = weights.cumsum(dim=-1)
     total = reached[:, -1:].contiguous()
-    target = total * column([draw.uniform for draw in draws])
-    chosen = torch.searchsorted(reached, target, right=True)
+    chosen = torch.searchsorted(reached, total * target, right=True)
     # Rounding may lift the target to the total: then the first token that reaches it is meant.
     return torch.minimum(chosen, torch.searchsorted(reached, total))[:, 0]
+
+
+def _columns(draws: Sequence[Draw], logits: Tensor) -> Tensor:
+    """The draws' numbers, float64 [5, D, 1], in one upload."""
+    size = logits.shape[-1]
+    rows = [(d.temperature, d.min_p, d.top_k or size, d.top_p, d.uniform) for d in draws]
+    packed = np.ascontiguousarray(np.array(rows, dtype=np.float64).T)
+    return to_device(packed, torch.float64, logits.device)[:, :, None]
 
 
 def _top(weights: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:

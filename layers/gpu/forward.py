@@ -8,19 +8,22 @@ waits, and whatever is allocated can come from a graph's own pool.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from interlace.layers.attention import SequenceChunk
 from interlace.layers.decoder import Decoder, DecoderLayer
-from interlace.layers.gpu.inputs import StepInputs, StepSize
+from interlace.layers.gpu.inputs import StepInputs
 from interlace.layers.gpu.long_chunks import LongChunk, LongChunks
+from interlace.layers.gpu.room import StepRoom
 from interlace.layers.gpu.tables import BlockTables
 from interlace.layers.kernels import (
     attention_plan,
+    greedy,
     matvec,
     paged_attention,
     pointwise,
@@ -41,6 +44,24 @@ class Bounds:
     max_seq_len: int
 
 
+class Wanted(NamedTuple):
+    """The requests of a step whose next token is wanted, N of them."""
+
+    last_tokens: Tensor
+    """int64 [N]: where in the batch each one's last token is."""
+    rows: Tensor
+    """int64 [N]: of the block tables."""
+
+
+class Answer(NamedTuple):
+    """What a step comes to, for the requests whose next token is wanted."""
+
+    logits: Tensor
+    """Raw, [N, vocabulary], in the model's dtype."""
+    sampled: Tensor
+    """int32 [2, N], from `greedy`. The tokens are noted as the newest ones of their rows."""
+
+
 class Flow(NamedTuple):
     """What goes into the attention of a layer, of T tokens."""
 
@@ -58,8 +79,8 @@ class Attention(NamedTuple):
     block_table: Tensor
     schedule: Tensor
     workspace: Tensor
-    long_chunk: LongChunk | None = None
-    """The step's only request, where the matrix library attends."""
+    long_chunks: tuple[LongChunk, ...]
+    """Requests for which the matrix library attends; the plan leaves them out."""
 
 
 class FusedDecoder:
@@ -86,24 +107,26 @@ class FusedDecoder:
         """Attentions in a step."""
         return self._architecture.num_layers
 
+    @property
+    def qkv_width(self) -> int:
+        """Projections of one token that go into an attention."""
+        a = self._architecture
+        return (a.num_heads + 2 * a.num_kv_heads) * a.head_dim
+
     def forward(
         self,
         inputs: StepInputs,
-        bounds: Bounds,
-        rows: Tensor,
+        attention: Attention,
+        wanted: Wanted,
         hooks: LayerHooks | None = None,
         states: Mapping[int, Tensor] = NO_STATES,
-        *,
-        may_allocate: bool = False,
-    ) -> Tensor:
-        """Raw logits [N, vocabulary], in the model's dtype, of `rows` of the batch, int64 [N].
+        room: StepRoom | None = None,
+    ) -> Answer | None:
+        """Compute the step; None if no token is wanted of it.
 
         `hooks` run around each layer's KV write and attention. `states` is filled as by
-        `Decoder.forward`. `may_allocate`: the step is not captured, nor padded.
+        `Decoder.forward`. With `room` the answer is put there.
         """
-        attention = self.attention(inputs, bounds)
-        if may_allocate:
-            attention = self.with_long_chunk(attention, bounds)
         flow = self.first(inputs, states)
         for layer in range(self.num_layers):
             if hooks is not None:
@@ -113,54 +136,54 @@ class FusedDecoder:
                 hooks.save(layer)
             if layer < self.num_layers - 1:
                 flow = self.between(layer, flow.x, attended, states)
-        return self.last(rows, flow.x, attended, states)
+        return self.last(wanted, flow.x, attended, states, room)
 
-    def attention(self, inputs: StepInputs, bounds: Bounds) -> Attention:
-        """Fix the attentions of a step: their plan depends on sizes and bounds alone."""
+    def attention(
+        self, inputs: StepInputs, bounds: Bounds, chunks: Sequence[SequenceChunk] = ()
+    ) -> Attention:
+        """Fix the attentions of a step: their plan depends on sizes and bounds alone.
+
+        For a step that is not captured `chunks` says what its requests compute: then long ones can
+        be left to the matrix library, and a pass with nothing to do is left out.
+        """
+        columns = -(-bounds.max_seq_len // self._pages.block_size)
+        block_table = self._tables.tables[:, :columns].index_select(0, inputs.rows)
+        counts = [chunk.end - chunk.start for chunk in chunks]
+        long_chunks = self._long_chunks.of(chunks, block_table)
         a = self._architecture
         plan = attention_plan.plan_attention(
             num_tokens=len(inputs.token_ids),
             num_requests=len(inputs.rows),
-            max_query_len=bounds.max_query_len,
+            max_query_len=1 if long_chunks else bounds.max_query_len,
             max_seq_len=bounds.max_seq_len,
+            has_decodes=not chunks or 1 in counts,
             num_heads=a.num_heads,
             num_kv_heads=a.num_kv_heads,
             head_dim=a.head_dim,
             dtype=self._decoder.dtype,
             num_sms=self._num_sms,
         )
-        columns = -(-bounds.max_seq_len // self._pages.block_size)
-        block_table = self._tables.tables[:, :columns].index_select(0, inputs.rows)
         device = inputs.rows.device
-        schedule = paged_attention.schedule_decode(
-            inputs.seq_lens,
-            inputs.query_start_loc,
-            plan=plan,
-            out=torch.empty(plan.schedule_shape, dtype=torch.int32, device=device),
-        )
+        schedule = torch.empty(plan.schedule_shape, dtype=torch.int32, device=device)
+        if plan.decode_items:
+            paged_attention.schedule_decode(
+                inputs.seq_lens, inputs.query_start_loc, plan=plan, out=schedule
+            )
         workspace = torch.empty(plan.workspace_numel, dtype=torch.float32, device=device)
-        return Attention(inputs, plan, block_table, schedule, workspace)
+        return Attention(inputs, plan, block_table, schedule, workspace, long_chunks)
 
-    def with_long_chunk(self, attention: Attention, bounds: Bounds) -> Attention:
-        """The same, by the matrix library if that is faster; not for graphs, nor with padding."""
-        inputs = attention.inputs
-        size = StepSize(len(inputs.token_ids), len(inputs.rows))
-        chunk = self._long_chunks.of(size, bounds.max_seq_len, attention.block_table)
-        return attention._replace(long_chunk=chunk)
-
-    def first(self, inputs: StepInputs, states: Mapping[int, Tensor] = NO_STATES) -> Flow:
+    def first(
+        self,
+        inputs: StepInputs,
+        states: Mapping[int, Tensor] = NO_STATES,
+        room: StepRoom | None = None,
+    ) -> Flow:
         """From tokens to the first attention. A token that only the device knows is looked up."""
         newest = self._tables.newest[inputs.sources.clamp(min=0)]
         token_ids = torch.where(inputs.sources >= 0, newest, inputs.token_ids)
-        x = functional.embedding(token_ids, self._decoder.embed)
-        return self._into(0, x, None, states)
-
-    def room_for_attended(self, num_tokens: int) -> Tensor:
-        """What an attention of so many tokens can put its result into."""
-        width = self._architecture.num_heads * self._architecture.head_dim
-        return torch.zeros(
-            (num_tokens, width), dtype=self._decoder.dtype, device=self._decoder.device
-        )
+        out = None if room is None else room.x
+        x = torch.index_select(self._decoder.embed, 0, token_ids, out=out)
+        return self._into(0, x, None, states, room)
 
     def attend(
         self, attention: Attention, index: int, qkv: Tensor, out: Tensor | None = None
@@ -181,56 +204,81 @@ class FusedDecoder:
             qk_norm=decoder.layers[index].qk_norm,
             eps=self._architecture.rms_eps,
         )
-        if attention.long_chunk is not None:
-            attended = self._long_chunks.attend(index, q, attention.long_chunk)
-            return attended.view(len(attended), -1)
         attended = torch.empty_like(q) if out is None else out.view(q.shape)
-        paged_attention.paged_attention(
-            q,
-            pages,
-            attention.block_table,
-            inputs.seq_lens,
-            inputs.query_start_loc,
-            plan=attention.plan,
-            schedule=attention.schedule,
-            scale=self._architecture.head_dim**-0.5,
-            out=attended,
-            workspace=attention.workspace,
-        )
+        if attention.plan.num_passes:
+            paged_attention.paged_attention(
+                q,
+                pages,
+                attention.block_table,
+                inputs.seq_lens,
+                inputs.query_start_loc,
+                plan=attention.plan,
+                schedule=attention.schedule,
+                scale=self._architecture.head_dim**-0.5,
+                out=attended,
+                workspace=attention.workspace,
+            )
+        for chunk in attention.long_chunks:
+            self._long_chunks.attend(index, q, chunk, attended)
         return attended.view(len(attended), -1)
 
     def between(
-        self, index: int, x: Tensor, attended: Tensor, states: Mapping[int, Tensor] = NO_STATES
+        self,
+        index: int,
+        x: Tensor,
+        attended: Tensor,
+        states: Mapping[int, Tensor] = NO_STATES,
+        room: StepRoom | None = None,
     ) -> Flow:
         """From the attention of layer `index` to that of the next one."""
         delta = self._rest(self._decoder.layers[index], x, attended)
-        return self._into(index + 1, x, delta, states)
+        return self._into(index + 1, x, delta, states, room)
 
     def last(
-        self, rows: Tensor, x: Tensor, attended: Tensor, states: Mapping[int, Tensor] = NO_STATES
-    ) -> Tensor:
-        """From the last attention to the logits of `rows`."""
+        self,
+        wanted: Wanted,
+        x: Tensor,
+        attended: Tensor,
+        states: Mapping[int, Tensor] = NO_STATES,
+        room: StepRoom | None = None,
+    ) -> Answer | None:
+        """From the last attention to what comes out; None if nothing is wanted."""
         decoder, all_rows = self._decoder, self.num_layers in states
-        if not all_rows and len(rows) == 0:  # KV is written: nothing else is wanted
-            return x.new_empty(0, len(decoder.head))
+        if not all_rows and len(wanted.rows) == 0:  # KV is written: nothing else is wanted
+            return None
         if not all_rows:
-            x, attended = x[rows], attended[rows]
+            x, attended = x[wanted.last_tokens], attended[wanted.last_tokens]
         delta = self._rest(decoder.layers[-1], x, attended)
         normed = self._normed(x, delta, decoder.norm)
         if all_rows:
             states[self.num_layers].copy_(normed)
-            normed = normed[rows]
-        return _linear(normed, decoder.head)
+            normed = normed[wanted.last_tokens]
+        if len(wanted.rows) == 0:
+            return None
+        logits = _linear(normed, decoder.head, out=None if room is None else room.logits)
+        sampled = (
+            torch.empty(2 * len(logits), dtype=torch.int32, device=x.device)
+            if room is None
+            else room.sampled
+        ).view(2, len(logits))
+        greedy.greedy(logits, wanted.rows, self._tables.newest, out=sampled)
+        return Answer(logits, sampled)
 
     def _into(
-        self, index: int, x: Tensor, delta: Tensor | None, states: Mapping[int, Tensor]
+        self,
+        index: int,
+        x: Tensor,
+        delta: Tensor | None,
+        states: Mapping[int, Tensor],
+        room: StepRoom | None,
     ) -> Flow:
         """Norm and projections of layer `index`."""
         layer = self._decoder.layers[index]
         normed = self._normed(x, delta, layer.attn_norm)
         if index in states:
             states[index].copy_(x)
-        return Flow(x, _linear(normed, layer.qkv, layer.qkv_bias))
+        out = None if room is None else room.qkv
+        return Flow(x, _linear(normed, layer.qkv, layer.qkv_bias, out=out))
 
     def _rest(self, layer: DecoderLayer, x: Tensor, attended: Tensor) -> Tensor:
         """Output projection and feed-forward; what they add last is returned and not yet added."""
@@ -249,11 +297,17 @@ class FusedDecoder:
         return pointwise.add_rms_norm(x, delta, weight, eps, out=out)
 
 
-def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def _linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None
+) -> Tensor:
     """`x` [T, in] times `weight` [out, in] transposed, plus `bias`: by whichever is faster for the
     shape, our own kernel for few rows or the matrix library."""
     num_outputs, num_inputs = weight.shape
     if matvec.prefers_matvec(num_outputs, num_inputs, len(x), x.dtype):
-        out = x.new_empty(len(x), num_outputs)
+        out = x.new_empty(len(x), num_outputs) if out is None else out
         return matvec.matvec(x, weight, bias, out=out)
-    return functional.linear(x, weight, bias)
+    if out is None:
+        return functional.linear(x, weight, bias)
+    if bias is None:
+        return torch.mm(x, weight.t(), out=out)
+    return torch.addmm(bias, x, weight.t(), out=out)

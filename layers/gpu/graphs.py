@@ -8,23 +8,36 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeVar
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol, TypeVar
 
 import torch
-from torch import Tensor
 
 from interlace.engine.errors import ConfigError
 from interlace.engine.ports import Progress
-from interlace.layers.gpu.forward import Bounds, Flow, FusedDecoder
+from interlace.layers.attention import SequenceChunk
+from interlace.layers.gpu.forward import Answer, Bounds, Flow, FusedDecoder, Wanted
 from interlace.layers.gpu.inputs import InputBuffer, StepInputs, StepSize
+from interlace.layers.gpu.room import StepRoom
 from interlace.layers.graph_mode import GraphMode
 from interlace.layers.kv_hooks import LayerHooks
 
 T = TypeVar("T")
 
-MIXED_REQUESTS = 32
-"""Most requests of a mixed step that is replayed as one graph."""
+MIXED_REQUESTS = 64
+"""Most requests of a captured step that is not made of decodes alone."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class GraphSizes:
+    """Numbers of tokens of the steps to capture."""
+
+    decode: Sequence[int] = ()
+    """Of steps of decodes, whole or in pieces."""
+    mixed: Sequence[int] = ()
+    """Of other short steps, whole."""
+    chunk: Sequence[int] = ()
+    """Of longer ones, in pieces."""
 
 
 class Captured(Protocol):
@@ -40,10 +53,17 @@ class Captured(Protocol):
         """To which inputs have to be padded."""
         ...
 
-    def replay(self, inputs: StepInputs, bounds: Bounds, hooks: LayerHooks | None) -> Tensor:
-        """Queue a step whose inputs were uploaded; logits of its requests, [padded, vocabulary].
+    def replay(
+        self,
+        inputs: StepInputs,
+        bounds: Bounds,
+        chunks: Sequence[SequenceChunk],
+        hooks: LayerHooks | None,
+    ) -> Answer:
+        """Queue a step whose inputs were uploaded: what comes out for all requests, padded.
 
-        They are valid until the next replay. A full graph calls no `hooks`.
+        It is valid until the next replay. `chunks` is what the requests compute. A full graph calls
+        no `hooks`.
         """
         ...
 
@@ -52,15 +72,21 @@ class Captured(Protocol):
 class _Full:
     size: StepSize
     graph: torch.cuda.CUDAGraph
-    logits: Tensor
+    answer: Answer
 
     @property
     def runtime_mode(self) -> GraphMode:
         return GraphMode.FULL
 
-    def replay(self, inputs: StepInputs, bounds: Bounds, hooks: LayerHooks | None) -> Tensor:
+    def replay(
+        self,
+        inputs: StepInputs,
+        bounds: Bounds,
+        chunks: Sequence[SequenceChunk],
+        hooks: LayerHooks | None,
+    ) -> Answer:
         self.graph.replay()
-        return self.logits
+        return self.answer
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -69,132 +95,197 @@ class _Pieces:
     forward: FusedDecoder
     graphs: tuple[torch.cuda.CUDAGraph, ...]
     """One before each attention, and one after the last."""
-    flows: tuple[Flow, ...]
-    """What goes into each layer's attention."""
-    attended: Tensor
-    """[T, heads * head_dim]: where the piece behind an attention looks for its result."""
-    logits: Tensor
+    room: StepRoom
+    """Where an attention finds what goes into it, and puts what comes out."""
+    answer: Answer
 
     @property
     def runtime_mode(self) -> GraphMode:
         return GraphMode.PIECEWISE
 
-    def replay(self, inputs: StepInputs, bounds: Bounds, hooks: LayerHooks | None) -> Tensor:
-        attention = self.forward.attention(inputs, bounds)
-        self.graphs[0].replay()
-        for layer, flow in enumerate(self.flows):
+    def replay(
+        self,
+        inputs: StepInputs,
+        bounds: Bounds,
+        chunks: Sequence[SequenceChunk],
+        hooks: LayerHooks | None,
+    ) -> Answer:
+        self.graphs[0].replay()  # first: the device shall not wait for the host's preparations
+        attention = self.forward.attention(inputs, bounds, chunks)
+        for layer, following in enumerate(self.graphs[1:]):
             if hooks is not None:
                 hooks.wait(layer)
-            self.forward.attend(attention, layer, flow.qkv, out=self.attended)
+            self.forward.attend(attention, layer, self.room.qkv, out=self.room.attended)
             if hooks is not None:
                 hooks.save(layer)
-            self.graphs[layer + 1].replay()
-        return self.logits
+            following.replay()
+        return self.answer
+
+
+class _Shelf:
+    """Captured steps of one kind, by their number of tokens."""
+
+    def __init__(self, capture: Callable[[int], Captured]) -> None:
+        self._capture = capture
+        self._sizes: list[int] = []
+        self._captured: list[Captured] = []
+
+    def add(self, num_tokens: int) -> None:
+        """Capture one more."""
+        place = bisect.bisect_left(self._sizes, num_tokens)
+        self._captured.insert(place, self._capture(num_tokens))
+        self._sizes.insert(place, num_tokens)
+
+    def find(self, size: StepSize) -> Captured | None:
+        """The smallest one that can stand for a step of this size."""
+        place = bisect.bisect_left(self._sizes, size.num_tokens)
+        if place == len(self._sizes):
+            return None
+        captured = self._captured[place]
+        return captured if size.num_requests <= captured.size.num_requests else None
 
 
 class GraphPool:
     """The graphs of one runner. Device thread."""
 
     def __init__(
-        self, forward: FusedDecoder, inputs: InputBuffer, *, nobody: int, max_seq_len: int
+        self,
+        forward: FusedDecoder,
+        inputs: InputBuffer,
+        make_room: Callable[[int, int], StepRoom],
+        *,
+        nobody: int,
+        max_seq_len: int,
     ) -> None:
-        """`nobody`: the row of the block tables for padding, and most requests of a step."""
+        """`make_room` allocates room for so many tokens and requests. `nobody`: the row of the
+        block tables for padding, and most requests of a step."""
         self._forward = forward
         self._inputs = inputs
+        self._make_room = make_room
         self._nobody = nobody
         self._max_seq_len = max_seq_len
-        self._decode: dict[int, Captured] = {}  # number of tokens -> graph
-        self._mixed: dict[int, Captured] = {}
-        self._pieces: dict[int, Captured] = {}
-        self._memory: Any = None  # a pool's handle, shared by all: no two ever run at once
+        self._decode = _Shelf(self._decode_step)
+        self._mixed = _Shelf(self._mixed_step)
+        self._pieces = _Shelf(self._decode_in_pieces)
+        self._chunks = _Shelf(self._chunk_in_pieces)
+        self._room: StepRoom | None = None  # of the largest
+        if inputs.is_on_gpu:
+            self._memory = torch.cuda.graph_pool_handle()  # for all: no two ever run at once
+            # The default stream cannot be captured.
+            self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
-    def capture(
-        self,
-        mode: GraphMode,
-        decode_sizes: Sequence[int],
-        mixed_sizes: Sequence[int],
-        progress: Progress,
-    ) -> None:
-        """Capture what `mode` asks for, for steps of these numbers of tokens; the largest first.
+    def capture(self, mode: GraphMode, sizes: GraphSizes, progress: Progress) -> None:
+        """Capture what `mode` asks for, the largest first.
 
         Raises: `ConfigError` if memory runs out.
         """
-        wanted: list[tuple[dict[int, Captured], int, Callable[[int], Captured]]] = []
-        decode, mixed = sorted(decode_sizes, reverse=True), sorted(mixed_sizes, reverse=True)
-        if mode.full_mixed:
-            wanted += [(self._mixed, size, self._mixed_step) for size in mixed]
-        if mode.full_decode:
-            wanted += [(self._decode, size, self._decode_step) for size in decode]
+        wanted: list[tuple[_Shelf, int]] = []
         if mode.piecewise:
-            wanted += [(self._pieces, size, self._step_in_pieces) for size in decode]
+            wanted += _each(self._chunks, sizes.chunk)
+            # A full graph of a mixed step takes fewer decodes as well.
+            least = MIXED_REQUESTS if mode.full_mixed else 0
+            wanted += _each(self._pieces, [size for size in sizes.decode if size > least])
+        if mode.full_mixed:
+            wanted += _each(self._mixed, sizes.mixed)
+        if mode.full_decode:
+            wanted += _each(self._decode, sizes.decode)
+        if not wanted:
+            return
         with progress.task("capturing CUDA graphs", len(wanted)) as advance:
-            for graphs, size, capture in wanted:
-                try:
-                    graphs[size] = capture(size)
-                except torch.cuda.OutOfMemoryError as error:
-                    raise ConfigError(
-                        f"no GPU memory is left to capture a graph of {size} tokens: lower"
-                        " gpu_memory_utilization, max_num_seqs or num_gpu_blocks_override, or set"
-                        " cudagraph_mode='NONE'."
-                    ) from error
-                advance(1)
+            size = 0
+            try:
+                self._room = self._make_room(
+                    max(size for _, size in wanted), max((MIXED_REQUESTS, *sizes.decode))
+                )
+                for shelf, size in wanted:
+                    shelf.add(size)
+                    advance(1)
+            except torch.cuda.OutOfMemoryError as error:
+                raise ConfigError(
+                    f"no GPU memory is left to capture a graph of {size} tokens: lower"
+                    " gpu_memory_utilization, max_num_seqs, max_num_batched_tokens or"
+                    " num_gpu_blocks_override, or set cudagraph_mode='NONE'."
+                ) from error
 
     def find(self, size: StepSize, *, is_decode: bool) -> Captured | None:
-        """The smallest captured step that can stand for one of this size.
+        """What can stand for a step of this size.
 
         `is_decode`: each of its requests has one token.
         """
-        kinds = (
-            (self._decode, self._mixed, self._pieces)
-            if is_decode
-            else (
-                self._mixed,
-                self._pieces,
-            )
-        )
-        for graphs in kinds:
-            sizes = sorted(graphs)
-            place = bisect.bisect_left(sizes, size.num_tokens)
-            if place < len(sizes):
-                captured = graphs[sizes[place]]
-                if size.num_requests <= captured.size.num_requests:
-                    return captured
+        kinds = (self._mixed, self._pieces, self._chunks)
+        for shelf in (self._decode, *kinds) if is_decode else kinds:
+            captured = shelf.find(size)
+            if captured is not None:
+                return captured
         return None
 
     def _decode_step(self, num_tokens: int) -> Captured:
         return self._whole_step(StepSize(num_tokens, num_tokens), max_query_len=1)
 
     def _mixed_step(self, num_tokens: int) -> Captured:
-        size = StepSize(num_tokens, min(num_tokens, MIXED_REQUESTS, self._nobody))
-        return self._whole_step(size, max_query_len=num_tokens)
+        return self._whole_step(self._mixed_size(num_tokens), max_query_len=num_tokens)
+
+    def _mixed_size(self, num_tokens: int) -> StepSize:
+        return StepSize(num_tokens, min(num_tokens, MIXED_REQUESTS, self._nobody))
 
     def _whole_step(self, size: StepSize, max_query_len: int) -> Captured:
         inputs = self._inputs.pad(size, self._nobody)
         bounds = Bounds(max_query_len, self._max_seq_len)
-        graph, logits = self._graph(
-            lambda: self._forward.forward(inputs, bounds, inputs.last_tokens)
-        )
-        return _Full(size, graph, logits)
+        wanted, room = Wanted(inputs.last_tokens, inputs.rows), self._room_of(size)
 
-    def _step_in_pieces(self, num_tokens: int) -> Captured:
-        forward, size = self._forward, StepSize(num_tokens, num_tokens)
+        def work() -> Answer | None:
+            attention = self._forward.attention(inputs, bounds)
+            return self._forward.forward(inputs, attention, wanted, room=room)
+
+        graph, answer = self._graph(work)
+        assert answer is not None, "a step has requests"
+        return _Full(size, graph, answer)
+
+    def _room_of(self, size: StepSize) -> StepRoom:
+        assert self._room is not None, "made before the first capture"
+        return self._room.part(size)
+
+    def _decode_in_pieces(self, num_tokens: int) -> Captured:
+        return self._step_in_pieces(StepSize(num_tokens, num_tokens))
+
+    def _chunk_in_pieces(self, num_tokens: int) -> Captured:
+        return self._step_in_pieces(self._mixed_size(num_tokens))
+
+    def _step_in_pieces(self, size: StepSize) -> Captured:
+        forward, room = self._forward, self._room_of(size)
         inputs = self._inputs.pad(size, self._nobody)
-        graph, flow = self._graph(lambda: forward.first(inputs))
-        graphs, flows, x = [graph], [flow], flow.x
-        attended = forward.room_for_attended(num_tokens)
+        graphs = [self._graph(lambda: forward.first(inputs, room=room))[0]]
         for layer in range(forward.num_layers - 1):
-            graph, flow = self._graph(lambda layer=layer: forward.between(layer, x, attended))  # type: ignore[misc]
+            graph, _ = self._graph(_between(forward, layer, room), is_new=layer == 0)
             graphs.append(graph)
-            flows.append(flow)
-        graph, logits = self._graph(lambda: forward.last(inputs.last_tokens, x, attended))
-        return _Pieces(size, forward, (*graphs, graph), tuple(flows), attended, logits)
+        wanted = Wanted(inputs.last_tokens, inputs.rows)
+        graph, answer = self._graph(lambda: forward.last(wanted, room.x, room.attended, room=room))
+        assert answer is not None, "a step has requests"
+        return _Pieces(size, forward, (*graphs, graph), room, answer)
 
-    def _graph(self, work: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
-        """Run `work` once, so that everything is compiled and loaded, and then capture it."""
-        work()
+    def _graph(
+        self, work: Callable[[], T], *, is_new: bool = True
+    ) -> tuple[torch.cuda.CUDAGraph, T]:
+        """Capture `work`. If it `is_new` it runs once before, so that all is compiled and loaded.
+
+        Unlike `torch.cuda.graph` this does not give cached memory back each time.
+        """
+        if is_new:
+            work()
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._memory):
-            result = work()
-        self._memory = self._memory or graph.pool()
+        with torch.cuda.stream(self._stream):
+            graph.capture_begin(pool=self._memory)
+            try:
+                result = work()
+            finally:
+                graph.capture_end()
         return graph, result
+
+
+def _each(shelf: _Shelf, sizes: Iterable[int]) -> list[tuple[_Shelf, int]]:
+    return [(shelf, size) for size in sorted(set(sizes), reverse=True)]
+
+
+def _between(forward: FusedDecoder, layer: int, room: StepRoom) -> Callable[[], Flow]:
+    return lambda: forward.between(layer, room.x, room.attended, room=room)

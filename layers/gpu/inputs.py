@@ -6,15 +6,18 @@ The layout depends on the padded sizes alone, so a captured graph finds its inpu
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from interlace.layers.attention import SequenceChunk, slots_of
 
+IntArray = NDArray[np.int64]
 NO_SLOT = -1
 """The slot of a padding token: written nowhere."""
 
@@ -76,56 +79,175 @@ class BatchItem:
     row: int
     """Of the block tables."""
     chunk: SequenceChunk
-    known: np.ndarray[tuple[int], np.dtype[np.int64]]
+    known: IntArray
     """Ids of the chunk's tokens that the host knows: all, or all but the last."""
 
 
-def fill(inputs: StepInputs, items: Sequence[BatchItem], block_size: int, nobody: int) -> None:
+@dataclasses.dataclass(frozen=True, slots=True)
+class Additions:
+    """Block ids that the block tables on the device lack, U of them."""
+
+    places: Tensor
+    """int64 [U]: where, in the tables as one row."""
+    block_ids: Tensor
+    """int32 [U]."""
+
+    @staticmethod
+    def num_bytes(count: int) -> int:
+        """Of the packed buffer."""
+        return 12 * count
+
+    @classmethod
+    def on(cls, buffer: Tensor, count: int) -> Additions:
+        """Views on `buffer`, uint8 [at least `num_bytes`], that begins at a multiple of 8."""
+        return cls(
+            buffer[: 8 * count].view(torch.int64),
+            buffer[8 * count : 12 * count].view(torch.int32),
+        )
+
+
+class HostInputs(NamedTuple):
+    """The numbers of `StepInputs` in host memory."""
+
+    token_ids: IntArray
+    sources: IntArray
+    positions: IntArray
+    slots: IntArray
+    last_tokens: IntArray
+    rows: IntArray
+    seq_lens: NDArray[np.int32]
+    query_start_loc: NDArray[np.int32]
+
+    @classmethod
+    def on(cls, buffer: Tensor, size: StepSize) -> HostInputs:
+        """Views on `buffer`, as of `StepInputs.on`."""
+        views = StepInputs.on(buffer, size)
+        return cls(*(getattr(views, name).numpy() for name in cls._fields))
+
+
+def fill(inputs: HostInputs, items: Sequence[BatchItem], block_size: int, nobody: int) -> None:
     """Write a step's numbers to host views, padding included. `nobody` is the row of padding."""
-    counts = np.array([item.chunk.end - item.chunk.start for item in items])
-    ends = np.cumsum(counts)
-    num_tokens, num_requests = int(ends[-1]), len(items)
-    token_ids, sources = inputs.token_ids.numpy(), inputs.sources.numpy()
-    positions, slots = inputs.positions.numpy(), inputs.slots.numpy()
-    sources[:] = NO_SLOT
-    token_ids[num_tokens:] = positions[num_tokens:] = 0
-    slots[num_tokens:] = NO_SLOT
-    for item, end, count in zip(items, ends.tolist(), counts.tolist(), strict=True):
-        chunk, begin = item.chunk, end - count
+    starts = np.array([item.chunk.start for item in items])
+    ends = np.array([item.chunk.end for item in items])
+    behind = np.cumsum(ends - starts)
+    num_tokens, num_requests = int(behind[-1]), len(items)
+    fill_tokens = _fill_decodes if num_tokens == num_requests else _fill_chunks
+    fill_tokens(inputs, items, starts, block_size)
+    for numbers, padding in (
+        (inputs.token_ids, 0),
+        (inputs.sources, NO_SLOT),
+        (inputs.positions, 0),
+        (inputs.slots, NO_SLOT),
+    ):
+        numbers[num_tokens:] = padding
+    last, rows = inputs.last_tokens, inputs.rows
+    last[:num_requests], last[num_requests:] = behind - 1, 0
+    rows[:num_requests], rows[num_requests:] = [item.row for item in items], nobody
+    seq_lens, begins = inputs.seq_lens, inputs.query_start_loc
+    seq_lens[:num_requests], seq_lens[num_requests:] = ends, 0
+    begins[0] = 0
+    begins[1 : num_requests + 1], begins[num_requests + 1 :] = behind, num_tokens
+
+
+def _fill_decodes(
+    inputs: HostInputs, items: Sequence[BatchItem], starts: IntArray, block_size: int
+) -> None:
+    """One token of each request: no loop over small arrays, since this is done every few ms."""
+    count = len(items)
+    blocks = [item.chunk.block_ids[item.chunk.start // block_size] for item in items]
+    known = [int(item.known[0]) if len(item.known) else NO_SLOT for item in items]
+    rows = np.array([item.row for item in items])
+    ids = np.array(known)
+    inputs.token_ids[:count] = np.maximum(ids, 0)
+    inputs.sources[:count] = np.where(ids < 0, rows, NO_SLOT)
+    inputs.positions[:count] = starts
+    inputs.slots[:count] = np.array(blocks) * block_size + starts % block_size
+
+
+def _fill_chunks(
+    inputs: HostInputs, items: Sequence[BatchItem], starts: IntArray, block_size: int
+) -> None:
+    token_ids, sources = inputs.token_ids, inputs.sources
+    positions, slots = inputs.positions, inputs.slots
+    begin = 0
+    for item in items:
+        chunk = item.chunk
+        end = begin + chunk.end - chunk.start
+        sources[begin:end] = NO_SLOT
         token_ids[begin : begin + len(item.known)] = item.known
-        if len(item.known) < count:
+        if len(item.known) < end - begin:
             token_ids[end - 1], sources[end - 1] = 0, item.row
         positions[begin:end] = np.arange(chunk.start, chunk.end)
         slots[begin:end] = slots_of(chunk, block_size)
-    last, rows = inputs.last_tokens.numpy(), inputs.rows.numpy()
-    last[:num_requests], last[num_requests:] = ends - 1, 0
-    rows[:num_requests], rows[num_requests:] = [item.row for item in items], nobody
-    seq_lens, starts = inputs.seq_lens.numpy(), inputs.query_start_loc.numpy()
-    seq_lens[:num_requests] = [item.chunk.end for item in items]
-    seq_lens[num_requests:] = 0
-    starts[0] = 0
-    starts[1 : num_requests + 1], starts[num_requests + 1 :] = ends, num_tokens
+        begin = end
 
 
 class InputBuffer:
-    """The device's packed buffer, and how it is filled."""
+    """The device's packed buffer, and pinned ones that it is filled from in turns. Device thread.
 
-    def __init__(self, largest: StepSize, device: torch.device) -> None:
-        self._device = torch.zeros(StepInputs.num_bytes(largest), dtype=torch.uint8, device=device)
-        self._pins = device.type == "cuda"
+    A pinned buffer is written to again when the device has read it, for which the host waits if it
+    must: with more of them than steps in flight it does not.
+    """
+
+    def __init__(
+        self, largest: StepSize, most_additions: int, device: torch.device, num_buffers: int = 3
+    ) -> None:
+        """For steps of up to that size, with up to so many additions to the block tables."""
+        self.most_additions = most_additions
+        self.is_on_gpu = device.type == "cuda"
+        num_bytes = _aligned(StepInputs.num_bytes(largest)) + Additions.num_bytes(most_additions)
+        self._device = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+        self._hosts = [
+            torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=self.is_on_gpu)
+            for _ in range(num_buffers)
+        ]
+        self._were_read: list[torch.cuda.Event | None] = [None] * num_buffers
+        self._turn = 0
+        # The same few sizes come again and again, and views take long to make.
+        self.views = functools.lru_cache(64)(functools.partial(StepInputs.on, self._device))
+        """Where a step of a size finds its inputs."""
+        self._host_views = [
+            functools.lru_cache(64)(functools.partial(HostInputs.on, host)) for host in self._hosts
+        ]
 
     def upload(
-        self, items: Sequence[BatchItem], size: StepSize, block_size: int, nobody: int
-    ) -> StepInputs:
+        self,
+        items: Sequence[BatchItem],
+        size: StepSize,
+        block_size: int,
+        nobody: int,
+        additions: tuple[IntArray, IntArray],
+    ) -> tuple[StepInputs, Additions | None]:
         """Queue the upload of a step's numbers; returns the device's views.
 
-        The host's copy is pinned and kept until it was read: the allocator sees to that.
+        `additions`: places in the block tables, and block ids, at most `most_additions`.
         """
-        num_bytes = StepInputs.num_bytes(size)
-        host = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._pins)
-        fill(StepInputs.on(host, size), items, block_size, nobody)
-        self._device[:num_bytes].copy_(host, non_blocking=True)
-        return self.views(size)
+        places, block_ids = additions
+        begin = _aligned(StepInputs.num_bytes(size))
+        end = begin + Additions.num_bytes(len(places))
+        host = self._next_host()
+        fill(self._host_views[self._turn](size), items, block_size, nobody)
+        if len(places):
+            wanted = Additions.on(host[begin:], len(places))
+            wanted.places.numpy()[:] = places
+            wanted.block_ids.numpy()[:] = block_ids
+        self._device[:end].copy_(host[:end], non_blocking=True)
+        self._note_read()
+        added = Additions.on(self._device[begin:], len(places)) if len(places) else None
+        return self.views(size), added
+
+    def _next_host(self) -> Tensor:
+        self._turn = (self._turn + 1) % len(self._hosts)
+        was_read = self._were_read[self._turn]
+        if was_read is not None:
+            was_read.synchronize()
+        return self._hosts[self._turn]
+
+    def _note_read(self) -> None:
+        if self.is_on_gpu:
+            event = self._were_read[self._turn] or torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record()
+            self._were_read[self._turn] = event
 
     def pad(self, size: StepSize, nobody: int) -> StepInputs:
         """Fill the inputs of a step of this size with padding alone, to capture it."""
@@ -140,6 +262,7 @@ class InputBuffer:
         inputs.query_start_loc[0] = 0
         return inputs
 
-    def views(self, size: StepSize) -> StepInputs:
-        """Where a step of this size finds its inputs."""
-        return StepInputs.on(self._device, size)
+
+def _aligned(num_bytes: int) -> int:
+    """Rounded up to a multiple of 8."""
+    return -(-num_bytes // 8) * 8

@@ -1,15 +1,16 @@
-"""Attention of long chunks by the matrix library, where that is faster: in steps of one request."""
+"""Attention of long chunks by the matrix library, where that is faster."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from interlace.engine.ports import Progress
+from interlace.layers.attention import SequenceChunk
 from interlace.layers.decoder import Decoder
-from interlace.layers.gpu.inputs import StepSize
 from interlace.layers.kernels.gathered_attention import (
     KEY_GRAIN,
     QUERY_GRAIN,
@@ -21,8 +22,10 @@ from interlace.layers.kv_pages import KVPages
 
 
 class LongChunk(NamedTuple):
-    """The only request of a step."""
+    """One request of a step."""
 
+    tokens: slice
+    """Where its new tokens are in the batch."""
     block_ids: Tensor
     """Its row of the block table, int32."""
     seq_len: int
@@ -64,25 +67,34 @@ class LongChunks:
             num_sms=self._num_sms,
         )
 
-    def of(self, size: StepSize, seq_len: int, block_table: Tensor) -> LongChunk | None:
-        """What `attend` needs, if it is the faster way for a step of this size."""
-        if self._workspace is None or size.num_requests > 1:
-            return None
-        if not self._prefers(size.num_tokens, seq_len - size.num_tokens):
-            return None
-        return LongChunk(block_table[0], seq_len)
+    def of(self, chunks: Sequence[SequenceChunk], block_table: Tensor) -> tuple[LongChunk, ...]:
+        """What `attend` needs for each of these requests that computes several tokens, if it is
+        the faster way for all of them; else nothing. `block_table`: int32, a row for each."""
+        long: list[LongChunk] = []
+        begin = 0
+        for row, chunk in enumerate(chunks):
+            count = chunk.end - chunk.start
+            if count > 1:
+                if self._workspace is None or not self._prefers(count, chunk.start):
+                    return ()
+                tokens = slice(begin, begin + count)
+                long.append(LongChunk(tokens, block_table[row], chunk.end))
+            begin += count
+        return tuple(long)
 
-    def attend(self, layer: int, q: Tensor, chunk: LongChunk) -> Tensor:
-        """[T, heads, head_dim]: what the paged kernel would compute, up to rounding."""
+    def attend(self, layer: int, q: Tensor, chunk: LongChunk, out: Tensor) -> None:
+        """Put into `out` [T, heads, head_dim], for the chunk's tokens, what the paged kernel would
+        compute, up to rounding. `q` is that of the whole batch."""
         assert self._workspace is not None
-        return gathered_attention(
-            q,
+        answer = gathered_attention(
+            q[chunk.tokens],
             self._pages.layers[layer],
             chunk.block_ids,
             chunk.seq_len,
             scale=self._scale,
             workspace=self._workspace,
         )
+        out[chunk.tokens].copy_(answer)
 
     def prepare(self, progress: Progress) -> None:
         """Let the library prepare the shapes that prompts have, which takes it 40 ms each: else
@@ -101,7 +113,7 @@ class LongChunks:
                 q = torch.zeros(
                     (new, a.num_heads, a.head_dim), dtype=decoder.dtype, device=decoder.device
                 )
-                self.attend(0, q, LongChunk(block_ids, context + new))
+                self.attend(0, q, LongChunk(slice(0, new), block_ids, context + new), q)
                 advance(1)
 
     def _shapes(self) -> list[tuple[int, int]]:

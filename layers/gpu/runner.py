@@ -18,15 +18,16 @@ from interlace.engine.outputs import ModelRunnerOutput
 from interlace.engine.ports import PendingStep, Progress, WorkerConnector
 from interlace.engine.scheduler_output import SchedulerOutput
 from interlace.layers.attention import SequenceChunk
-from interlace.layers.batch_sampler import Draw, fits, sample_batch
+from interlace.layers.batch_sampler import Draw, draw_tokens, fits
 from interlace.layers.decoder import Decoder
 from interlace.layers.device_copies import to_device
 from interlace.layers.forward_context import TritonAttentionMetadata
-from interlace.layers.gpu.forward import Bounds, FusedDecoder
-from interlace.layers.gpu.graphs import Captured, GraphPool
+from interlace.layers.gpu.forward import Answer, Bounds, FusedDecoder, Wanted
+from interlace.layers.gpu.graphs import GraphPool, GraphSizes
 from interlace.layers.gpu.inputs import BatchItem, InputBuffer, StepInputs, StepSize
 from interlace.layers.gpu.long_chunks import LongChunks
-from interlace.layers.gpu.sampling import PendingTokens
+from interlace.layers.gpu.room import StepRoom
+from interlace.layers.gpu.sampling import PendingTokens, WantedToken
 from interlace.layers.gpu.tables import BlockTables
 from interlace.layers.graph_mode import GraphMode
 from interlace.layers.hidden_states import StateRoom
@@ -67,10 +68,12 @@ class GpuRunner:
         self._long_chunks = LongChunks(decoder, pages, num_sms, max_num_batched_tokens)
         self._forward = FusedDecoder(decoder, pages, self._tables, self._long_chunks, num_sms)
         self._largest = StepSize(max_num_batched_tokens, max_num_seqs)
-        self._inputs = InputBuffer(self._largest, decoder.device)
+        # Enough for one long prompt whose blocks are all new to the device, and what runs beside.
+        self._inputs = InputBuffer(self._largest, 2 * columns + 4 * max_num_seqs, decoder.device)
         self._graphs = GraphPool(
             self._forward,
             self._inputs,
+            functools.partial(StepRoom.allocate, decoder),
             nobody=self._tables.nobody,
             max_seq_len=decoder.max_model_len,
         )
@@ -84,28 +87,44 @@ class GpuRunner:
         """See `StepRunner`."""
         self._workers.set_finished_count(count)
 
-    def capture(
-        self,
-        mode: GraphMode,
-        decode_sizes: Sequence[int],
-        mixed_sizes: Sequence[int],
-        progress: Progress,
-    ) -> None:
-        """Capture graphs and prepare the matrix library, once, before the first step.
+    def capture(self, mode: GraphMode, sizes: GraphSizes, progress: Progress) -> None:
+        """Capture graphs, and prepare what runs between them, once, before the first step.
 
         See `GraphPool`. Raises: `ConfigError`.
         """
         with torch.inference_mode():
-            self._graphs.capture(mode, decode_sizes, mixed_sizes, progress)
+            self._graphs.capture(mode, sizes, progress)
+            self._compile_attention(progress)
             self._long_chunks.prepare(progress)
+
+    def _compile_attention(self, progress: Progress) -> None:
+        """Run attention for chunks of every size class: else the first prompts would wait for the
+        compiler."""
+        decoder, longest = self._decoder, self._decoder.max_model_len
+        most = min(self._largest.num_tokens, longest)
+        shapes = [
+            (count, max(count, length))
+            for count in (2**i for i in range(1, most.bit_length()))
+            for length in sorted({min(128, longest), longest})
+        ]
+        with progress.task("compiling attention", len(shapes)) as advance:
+            for count, length in shapes:
+                inputs = self._inputs.pad(StepSize(count, 1), self._tables.nobody)
+                bounds, chunk = Bounds(count, length), SequenceChunk((), 0, count)
+                attention = self._forward.attention(inputs, bounds, [chunk])
+                qkv = torch.zeros(
+                    (count, self._forward.qkv_width), dtype=decoder.dtype, device=decoder.device
+                )
+                self._forward.attend(attention, 0, qkv)
+                advance(1)
 
     @torch.inference_mode()
     def run_padding(self) -> None:
         """Run the largest step there can be, with nothing in it: what it takes can be measured."""
         inputs = self._inputs.pad(self._largest, self._tables.nobody)
         bounds = Bounds(self._largest.num_tokens, self._decoder.max_model_len)
-        logits = self._forward.forward(inputs, bounds, inputs.last_tokens)
-        sample_batch(logits, [])
+        attention = self._forward.attention(inputs, bounds)
+        self._forward.forward(inputs, attention, Wanted(inputs.last_tokens, inputs.rows))
         torch.cuda.synchronize()
 
     @property
@@ -133,16 +152,15 @@ class GpuRunner:
             output = workers.with_reports(ModelRunnerOutput(), reports)
             return lambda: output
         workers.copy_blocks(scheduler_output.block_copies)
-        logits, sampling = self._compute(scheduler_output, requests)
-        result = _Once(self._sample(logits, sampling))
+        result = _Once(self._sample(*self._compute(scheduler_output, requests)))
         self._pending.append(result)
         reports = workers.collect(scheduler_output)
         return lambda: workers.with_reports(result(), reports)
 
     def _compute(
         self, output: SchedulerOutput, requests: Sequence[RunnerRequest]
-    ) -> tuple[torch.Tensor, list[tuple[RunnerRequest, int]]]:
-        """Logits of the requests that sample, and where each one's token will stand."""
+    ) -> tuple[Answer | None, list[WantedToken]]:
+        """What the step comes to, and for whom."""
         chunks = [
             SequenceChunk(
                 request.block_ids,
@@ -155,7 +173,6 @@ class GpuRunner:
         bounds = Bounds(max(counts), max(chunk.end for chunk in chunks))
         size = StepSize(sum(counts), len(chunks))
         captured = self._graphs.find(size, is_decode=bounds.max_query_len == 1)
-        self._tables.upload(requests)
         inputs = self._upload(requests, chunks, size if captured is None else captured.size)
         self._workers.begin_loads(
             output,
@@ -163,37 +180,39 @@ class GpuRunner:
             GraphMode.NONE if captured is None else captured.runtime_mode,
         )
         places = [i for i, r in enumerate(requests) if r.req_id in output.sampling_req_ids]
-        logits = self._run(output, captured, inputs, bounds, places)
+        if captured is None:
+            answer = self._run(output, inputs, bounds, chunks, places)
+        else:
+            is_full = captured.runtime_mode is GraphMode.FULL
+            hooks = None if is_full else self._workers.layer_hooks(output)
+            answer = captured.replay(inputs, bounds, chunks, hooks)
         self._workers.post_forward()
-        return logits, [(requests[place], chunks[place].end) for place in places]
+        among = range(len(places)) if captured is None else places
+        return answer, [
+            WantedToken(requests[place], found, chunks[place].end)
+            for place, found in zip(places, among, strict=True)
+        ]
 
     def _run(
         self,
         output: SchedulerOutput,
-        captured: Captured | None,
         inputs: StepInputs,
         bounds: Bounds,
+        chunks: Sequence[SequenceChunk],
         places: Sequence[int],
-    ) -> torch.Tensor:
-        """Logits of the requests at `places` of the batch."""
-        if captured is not None and captured.runtime_mode is GraphMode.FULL:
-            logits = captured.replay(inputs, bounds, None)
-            return self._at(logits, places)
-        hooks = self._workers.layer_hooks(output)
-        if captured is not None:
-            return self._at(captured.replay(inputs, bounds, hooks), places)
-        rows = self._at(inputs.last_tokens, places)
+    ) -> Answer | None:
+        """Compute a step that was not captured: answers for the requests at `places` alone."""
+        wanted = Wanted(inputs.last_tokens, inputs.rows)
+        if len(places) < len(chunks):
+            index = to_device(places, torch.int64, inputs.rows.device)
+            wanted = Wanted(inputs.last_tokens[index], inputs.rows[index])
         kept, states = self._states.make(len(inputs.token_ids))
-        logits = self._forward.forward(inputs, bounds, rows, hooks, states, may_allocate=True)
+        attention = self._forward.attention(inputs, bounds, chunks)
+        hooks = self._workers.layer_hooks(output)
+        answer = self._forward.forward(inputs, attention, wanted, hooks, states)
         if kept is not None:
             self._workers.write_cache_only(output, kept, inputs.slots)
-        return logits
-
-    def _at(self, values: torch.Tensor, places: Sequence[int]) -> torch.Tensor:
-        """The rows of `values` at these places."""
-        if list(places) == list(range(len(places))):
-            return values[: len(places)]
-        return values[to_device(places, torch.int64, values.device)]
+        return answer
 
     def _upload(
         self,
@@ -201,41 +220,57 @@ class GpuRunner:
         chunks: Sequence[SequenceChunk],
         padded: StepSize,
     ) -> StepInputs:
+        """Queue the upload of the step's numbers, and of what the block tables lack."""
+        tables, buffer = self._tables, self._inputs
         items = [
             BatchItem(
-                self._tables.row(request.req_id),
+                tables.row(request.req_id),
                 chunk,
                 request.tokens.view(chunk.start, min(chunk.end, len(request.tokens))),
             )
             for request, chunk in zip(requests, chunks, strict=True)
         ]
-        return self._inputs.upload(items, padded, self._block_size, self._tables.nobody)
+        additions = tables.take_additions(requests, buffer.most_additions)
+        inputs, added = buffer.upload(items, padded, self._block_size, tables.nobody, additions)
+        if added is not None:
+            tables.add(added.places, added.block_ids)
+        return inputs
 
-    def _sample(
-        self, logits: torch.Tensor, sampling: Sequence[tuple[RunnerRequest, int]]
-    ) -> PendingStep:
+    def _sample(self, answer: Answer | None, wanted: Sequence[WantedToken]) -> PendingStep:
         """Queue the sampling, or do it where the batched sampler will not do."""
-        requests = [request for request, _ in sampling]
-        if not requests:
+        if not wanted:
             return ModelRunnerOutput
-        rows = [self._tables.row(request.req_id) for request in requests]
-        positions = [end - request.num_prompt_tokens for request, end in sampling]
-        if all(
-            fits(request.sampling_params, position)
-            for request, position in zip(requests, positions, strict=True)
-        ):
-            draws = [
-                Draw.of(place, request.sampling_params, request.seed, position)
-                for place, (request, position) in enumerate(zip(requests, positions, strict=True))
-            ]
-            sampled = sample_batch(logits, [draw for draw in draws if draw is not None])
-            self._tables.note_sampled(rows, sampled.token_ids)
-            return PendingTokens(sampled, requests, [end for _, end in sampling]).result
+        assert answer is not None, "somebody wants a token"
+        draws = []
+        for request, place, end in wanted:
+            position = end - request.num_prompt_tokens
+            if not fits(request.sampling_params, position):
+                return self._sample_plainly(answer, wanted)
+            draw = Draw.of(place, request.sampling_params, request.seed, position)
+            if draw is not None:
+                draws.append((draw, self._tables.row(request.req_id)))
+        if draws:
+            self._draw(answer, [draw for draw, _ in draws], [row for _, row in draws])
+        return PendingTokens(answer.sampled, wanted).result
+
+    def _draw(self, answer: Answer, draws: Sequence[Draw], rows: Sequence[int]) -> None:
+        """Queue: random rows get other tokens than the likeliest ones."""
+        places = to_device([draw.place for draw in draws], torch.int64, answer.logits.device)
+        token_ids = draw_tokens(answer.logits[places], draws)
+        answer.sampled[0].index_copy_(0, places, token_ids.to(torch.int32))
+        self._tables.note_sampled(rows, token_ids)
+
+    def _sample_plainly(self, answer: Answer, wanted: Sequence[WantedToken]) -> PendingStep:
+        """By the plain sampler, for which the step waits."""
         for older in self._pending:
             older()  # what it sampled is part of the rows' past
-        output = sample_requests(logits.float(), requests, self._eos_token_ids)
+        device = answer.logits.device
+        places = to_device([one.place for one in wanted], torch.int64, device)
+        requests = [one.request for one in wanted]
+        output = sample_requests(answer.logits[places].float(), requests, self._eos_token_ids)
         newest = [int(request.tokens.view(-1 + len(request.tokens))[0]) for request in requests]
-        self._tables.note_sampled(rows, to_device(newest, torch.int64, logits.device))
+        rows = [self._tables.row(request.req_id) for request in requests]
+        self._tables.note_sampled(rows, to_device(newest, torch.int64, device))
         return lambda: output
 
     def close(self) -> None:

@@ -4,28 +4,36 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from interlace.engine.outputs import ModelRunnerOutput
-from interlace.layers.batch_sampler import SampledBatch
 from interlace.layers.device_copies import to_host
 from interlace.layers.runner_state import RunnerRequest
 from interlace.layers.sampler import NOT_FINITE
 
 
+class WantedToken(NamedTuple):
+    """A request whose next token a step samples."""
+
+    request: RunnerRequest
+    place: int
+    """Of the request among those that the step has answers for."""
+    position: int
+    """Where the token will stand among the request's."""
+
+
 class PendingTokens:
     """The tokens of one step, on their way to the host."""
 
-    def __init__(
-        self, sampled: SampledBatch, requests: Sequence[RunnerRequest], positions: Sequence[int]
-    ) -> None:
-        """Queues the copies. `positions`: where each token will stand among its request's."""
-        self._requests = tuple(zip(requests, [r.tokens for r in requests], positions, strict=True))
-        self._token_ids = to_host(sampled.token_ids)
-        self._best = to_host(sampled.best)
+    def __init__(self, sampled: Tensor, wanted: Sequence[WantedToken]) -> None:
+        """Queues the copy of `sampled`, int32 [2, N], from `greedy`."""
+        self._tokens = tuple((one, one.request.tokens) for one in wanted)
+        self._sampled = to_host(sampled)
         self._arrived: torch.cuda.Event | None = None
-        if sampled.token_ids.device.type == "cuda":
+        if sampled.device.type == "cuda":
             self._arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._arrived.record()
 
@@ -35,14 +43,14 @@ class PendingTokens:
             self._arrived.synchronize()
         tokens: dict[str, tuple[int, ...]] = {}
         errors: dict[str, str] = {}
-        for (request, buffer, position), token_id, best in zip(
-            self._requests, self._token_ids.tolist(), self._best.tolist(), strict=True
-        ):
+        token_ids = self._sampled[0].tolist()
+        best = self._sampled[1].view(torch.float32).tolist()
+        for (request, place, position), buffer in self._tokens:
             # A request that was set back or resumed meanwhile knows other tokens by now.
             if request.tokens is buffer and len(buffer) == position:
-                buffer.append(token_id)
-            if math.isfinite(best):
-                tokens[request.req_id] = (token_id,)
+                buffer.append(token_ids[place])
+            if math.isfinite(best[place]):
+                tokens[request.req_id] = (token_ids[place],)
             else:
-                errors[request.req_id] = NOT_FINITE.format(best)
+                errors[request.req_id] = NOT_FINITE.format(best[place])
         return ModelRunnerOutput(tokens, {}, errors)

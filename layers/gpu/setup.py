@@ -14,13 +14,20 @@ from interlace.engine.errors import ConfigError
 from interlace.engine.ports import WorkerConnector
 from interlace.layers.checkpoint.loading import Silent
 from interlace.layers.decoder import Decoder
+from interlace.layers.gpu.graphs import GraphSizes
 from interlace.layers.gpu.runner import GpuRunner
 from interlace.layers.graph_mode import GraphMode
 from interlace.layers.kv_memory import PageShape
 from interlace.layers.kv_pages import KVPages
 
 _DECODE_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
-_MIXED_SIZES = (16, 32, 64, 128, 256, 512)
+_MIXED_SIZES = (16, 32, 64, 128, 192, 256, 320, 384, 448, 512)
+_CHUNK_SIZES = (
+    *range(640, 1024, 128),
+    *range(1024, 2048, 256),
+    *range(2048, 8192 + 1, 512),
+)
+"""So dense that padding costs the device no more than launching one by one would cost the host."""
 _SLACK_BYTES = 256 << 20
 """For what cannot be measured beforehand: small graphs, copies of a connector, fragmentation."""
 LEAST_CAPABILITY = (8, 0)
@@ -36,15 +43,23 @@ class GpuLimits:
     mode: GraphMode
 
     @property
-    def decode_sizes(self) -> list[int]:
-        """Steps of decodes that are captured; the last holds all requests that may run."""
-        smaller = [size for size in _DECODE_SIZES if size < self.max_num_seqs]
-        return [*smaller, self.max_num_seqs] if self.max_num_seqs <= _DECODE_SIZES[-1] else smaller
+    def sizes(self) -> GraphSizes:
+        """Steps that are captured; the last one of decodes holds all requests that may run."""
+        decode = [size for size in _DECODE_SIZES if size < self.max_num_seqs]
+        if self.max_num_seqs <= _DECODE_SIZES[-1]:
+            decode.append(self.max_num_seqs)
+        most = self.max_num_batched_tokens
+        return GraphSizes(
+            decode,
+            [size for size in _MIXED_SIZES if size <= most],
+            [size for size in _CHUNK_SIZES if size <= most],
+        )
 
     @property
-    def mixed_sizes(self) -> list[int]:
-        """Other steps that are captured."""
-        return [size for size in _MIXED_SIZES if size <= self.max_num_batched_tokens]
+    def largest(self) -> GraphSizes:
+        """One of each kind: others take hardly any memory more."""
+        kinds = self.sizes
+        return GraphSizes(kinds.decode[-1:], kinds.mixed[-1:], kinds.chunk[-1:])
 
 
 def check_gpu(device: torch.device, head_dim: int) -> None:
@@ -119,7 +134,7 @@ def _measure_step(decoder: Decoder, shape: PageShape, limits: GpuLimits) -> int:
     try:
         runner.run_padding()
         peak = torch.cuda.max_memory_allocated(device) - before
-        runner.capture(limits.mode, limits.decode_sizes[-1:], limits.mixed_sizes[-1:], Silent())
+        runner.capture(limits.mode, limits.largest, Silent())
         graphs = torch.cuda.memory_reserved(device) - reserved - peak
     except torch.OutOfMemoryError as error:
         raise ConfigError(

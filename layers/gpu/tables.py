@@ -10,7 +10,10 @@ from torch import Tensor
 
 from interlace.engine.scheduler_output import SchedulerOutput
 from interlace.layers.device_copies import to_device
+from interlace.layers.gpu.inputs import IntArray
 from interlace.layers.runner_state import RunnerRequest
+
+NOTHING: IntArray = np.empty(0, dtype=np.int64)
 
 
 class BlockTables:
@@ -46,9 +49,15 @@ class BlockTables:
         """The request's row."""
         return self._rows[req_id]
 
-    def upload(self, requests: Iterable[RunnerRequest]) -> None:
-        """Queue the upload of blocks that these requests got since their last step."""
-        places: list[np.ndarray[tuple[int], np.dtype[np.int64]]] = []
+    def take_additions(
+        self, requests: Iterable[RunnerRequest], most: int
+    ) -> tuple[IntArray, IntArray]:
+        """Blocks that these requests got since their last step: places in `tables` as one row, and
+        block ids. Noted as uploaded.
+
+        More than `most` are uploaded here and now, and nothing is left to be.
+        """
+        places: list[IntArray] = []
         blocks: list[int] = []
         width = self.tables.shape[1]
         for request in requests:
@@ -57,11 +66,18 @@ class BlockTables:
                 places.append(self._rows[request.req_id] * width + np.arange(begin, end))
                 blocks += request.block_ids[begin:]
                 self._num_uploaded[request.req_id] = end
-        if places:
-            device = self.tables.device
-            index = to_device(np.concatenate(places), torch.int64, device)
-            values = to_device(blocks, torch.int32, device)
-            self.tables.view(-1).index_copy_(0, index, values)
+        if not places:
+            return NOTHING, NOTHING
+        taken = np.concatenate(places), np.array(blocks)
+        if len(blocks) <= most:
+            return taken
+        device = self.tables.device
+        self.add(*(to_device(numbers, torch.int64, device) for numbers in taken))
+        return NOTHING, NOTHING
+
+    def add(self, places: Tensor, block_ids: Tensor) -> None:
+        """Queue: put these block ids, on the device, there."""
+        self.tables.view(-1).index_copy_(0, places, block_ids.to(torch.int32))
 
     def note_sampled(self, rows: Sequence[int], token_ids: Tensor) -> None:
         """Queue: `token_ids` [N], on the device, are the newest tokens of `rows`."""

@@ -44,13 +44,19 @@ class AttentionPlan:
     head_dim: int
     decode: Tiles
     decode_items: int
-    """Shares into which the keys of all requests are dealt, at most: programs for each KV head."""
+    """Shares into which the keys of all requests are dealt, at most: programs for each KV head. 0:
+    no request has exactly one new token, and the pass is left out."""
     max_shares: int
     """Shares of one request at most, a power of two; 1: no request's keys are shared."""
     chunk: Tiles
     chunk_splits: int
     """Programs that share the keys of a tile of query tokens. 0: no request has more than one new
     token, and the pass is left out."""
+
+    @property
+    def num_passes(self) -> int:
+        """Of two."""
+        return (self.decode_items > 0) + (self.chunk_splits > 0)
 
     @property
     def group(self) -> int:
@@ -97,11 +103,13 @@ def plan_attention(
     head_dim: int,
     dtype: torch.dtype,
     num_sms: int,
+    has_decodes: bool = True,
 ) -> AttentionPlan:
     """Choose tiles and shares.
 
     `max_query_len` and `max_seq_len` are bounds on the new tokens and on all tokens of any request,
     whatever is replayed; `num_sms` is the device's number of multiprocessors.
+    `has_decodes`: whether any request may have exactly one new token.
     """
     group = num_heads // num_kv_heads
     assert group * num_kv_heads == num_heads, "query heads are dealt out evenly to KV heads"
@@ -119,7 +127,7 @@ def plan_attention(
         chunk=chunk_tiles(head_dim, group, max_query_len, dtype),
         chunk_splits=0,
     )
-    items, max_shares = _decode_shares(plan, max_seq_len, num_sms)
+    items, max_shares = _decode_shares(plan, max_seq_len, num_sms) if has_decodes else (0, 1)
     return dataclasses.replace(
         plan,
         decode_items=items,

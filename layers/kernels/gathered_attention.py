@@ -207,15 +207,16 @@ def prefers_gathered(
 ) -> bool:
     """Whether the library is faster for such a chunk, by rates measured on an H200.
 
-    Our kernel reaches 330 TFLOP/s in long chunks. The library reaches 650 where 128 query rows of
-    each head make whole waves of programs, but each call costs 10 us more, rows are padded, and
-    the host needs 200 us to launch it all, so a gain of less than 30 us is none.
+    Our kernel reaches 330 TFLOP/s in the longest chunks, but 265 where the keys are shared out
+    among programs and joined. The library reaches 650 where 128 query rows of each head make whole
+    waves of programs, but rows are padded, and each call costs 10 us more.
     """
     if dtype not in (torch.bfloat16, torch.float16) or head_dim > MAX_HEAD_DIM:
         return False
     cut = Cut.of(new, context)
     per_score = 4 * num_heads * head_dim
-    ours = per_score * new * (context + new / 2) / 330e12
+    rate = 330e12 if new >= 4 * QUERY_GRAIN else 265e12
+    ours = per_score * new * (context + new / 2) / rate
     prefix = per_score * _padded(new) * cut.before / _library_rate(_padded(new), num_heads, num_sms)
     chunk = per_score * cut.rows**2 / 2 / _library_rate(cut.rows, num_heads, num_sms)
     return prefix + 1.2 * chunk + 10e-6 * (5 + len(cut.pieces)) < ours
@@ -234,6 +235,7 @@ def gather(
     keys, values = workspace.keys, workspace.values
     assert pages.stride(4) == block_ids.stride(0) == 1, "heads and the table are contiguous"
     assert block_ids.dtype == torch.int32
+    assert length <= len(block_ids) * block_size, "the table holds the request's blocks"
     assert pages.dtype == keys.dtype, "one dtype"
     gather_kernel[-(-padded_length // _TOKENS), num_kv_heads, 2](
         pages, block_ids, keys, values, length, padded_length, *pages.stride()[:4], keys.stride(0),
@@ -274,6 +276,8 @@ def _placed(q: Tensor, cut: Cut, queries: Tensor) -> Tensor:
     """`q` behind the skipped rows, with zeros around it up to where the library reads."""
     new = q.shape[0]
     end = cut.skipped + new
+    if cut.skipped == 0 and end == cut.rows:
+        return q  # nothing is around it
     queries[: cut.skipped].zero_()
     queries[cut.skipped : end].copy_(q)
     queries[end : max(cut.rows, cut.skipped + _padded(new))].zero_()

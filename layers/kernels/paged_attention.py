@@ -78,13 +78,14 @@ def paged_attention(
     no row sees are not read. Asserted: that shapes and dtypes are the plan's.
     """
     _check(q, pages, block_table, seq_lens, query_start_loc, plan, out, workspace)
-    if schedule is None:
+    if schedule is None and plan.decode_items:
         place = _schedule_place(workspace, plan)
         schedule = schedule_decode(seq_lens, query_start_loc, plan=plan, out=place, window=window)
-    assert schedule.shape == plan.schedule_shape, "the schedule is the plan's"
-    assert schedule.dtype == torch.int32
-    step = _Step(q, pages, block_table, seq_lens, query_start_loc, schedule, out, workspace)
-    _decode(step, plan, scale, window)
+    step = _Step(q, pages, block_table, seq_lens, query_start_loc, out, workspace)
+    if schedule is not None and plan.decode_items:
+        assert schedule.shape == plan.schedule_shape, "the schedule is the plan's"
+        assert schedule.dtype == torch.int32
+        _decode(step, schedule, plan, scale, window)
     if plan.chunk_splits:
         _chunks(step, plan, scale, window)
     return out
@@ -98,7 +99,6 @@ class _Step(NamedTuple):
     block_table: Tensor
     seq_lens: Tensor
     query_start_loc: Tensor
-    schedule: Tensor
     out: Tensor
     workspace: Tensor
 
@@ -118,13 +118,13 @@ class _Step(NamedTuple):
         return "ieee" if self.q.dtype == torch.float32 else "tf32"
 
 
-def _decode(step: _Step, plan: AttentionPlan, scale: float, window: int) -> None:
+def _decode(step: _Step, schedule: Tensor, plan: AttentionPlan, scale: float, window: int) -> None:
     """Requests with one new token."""
     tiles, items = plan.decode, plan.decode_items
     weight = step.workspace[items * plan.num_heads * plan.head_dim :]
     padded_dim = next_power_of_2(plan.head_dim)
     decode_kernel[plan.num_kv_heads, items](
-        step.q, step.pages, step.block_table, step.schedule, step.out, step.workspace, weight,
+        step.q, step.pages, step.block_table, schedule, step.out, step.workspace, weight,
         window, scale * LOG2_E, *step.strides,
         group=plan.group, head_dim=plan.head_dim, padded_dim=padded_dim,
         block_size=step.pages.shape[2], rows=tiles.rows, keys=tiles.keys,
@@ -132,7 +132,7 @@ def _decode(step: _Step, plan: AttentionPlan, scale: float, window: int) -> None
     )  # fmt: skip
     if plan.max_shares > 1:
         join_decode_kernel[plan.num_heads, plan.num_requests](
-            step.schedule, step.out, step.workspace, weight, items, *step.out.stride()[:2],
+            schedule, step.out, step.workspace, weight, items, *step.out.stride()[:2],
             head_dim=plan.head_dim, padded_dim=padded_dim, max_shares=plan.max_shares, num_warps=4,
         )  # fmt: skip
 

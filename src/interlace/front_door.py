@@ -407,7 +407,7 @@ def _make_runner(
             limits,
             config.hidden_state_layer_ids,
         )
-        runner.capture(limits.mode, limits.decode_sizes, limits.mixed_sizes, progress)
+        runner.capture(limits.mode, limits.sizes, progress)
         return runner
     from interlace.layers.runner import ModelRunner
 

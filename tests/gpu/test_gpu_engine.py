@@ -136,6 +136,37 @@ async def test_loads_of_a_connector(
     assert any(one.usage.num_external_cached_tokens for one in done)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float32, 2e-3), (torch.bfloat16, 0.15)], ids=str
+)
+async def test_long_prompts_beside_decodes(dtype: torch.dtype, tolerance: float) -> None:
+    """Chunks in pieces, and in 16 bits by the matrix library: cold, and behind a cached prefix."""
+    model = tiny_model(dtype=dtype, head_dim=64, device="cuda", max_model_len=6000)
+    shared = [(7 * i) % VOCAB_SIZE for i in range(2900)]
+    prompts = [shared[:650], shared, shared[:2000] + [5] * 700, [9] * 1500, [3] * 40, [4] * 3]
+    seen: dict[tuple[str, int], list[list[float]]] = {}
+    for mode in ("NONE", "PIECEWISE", "FULL_AND_PIECEWISE"):
+        for depth in (1, 2):
+            config = config_of(
+                mode,
+                depth,
+                block_size=16,
+                num_gpu_blocks_override=1200,
+                max_num_batched_tokens=2048,
+                max_num_seqs=8,
+            )
+            async with AsyncEngine.from_loaded(config, model) as engine:
+                done = await asyncio.gather(
+                    *(ask(engine, prompt, logprobs=10) for prompt in prompts)
+                )
+            seen[mode, depth] = [
+                [logprob for _, logprob in one.logprobs[0].top] for one in done if one.logprobs
+            ]
+    for found in seen.values():
+        for some, others in zip(found, seen["NONE", 1], strict=True):
+            assert some == pytest.approx(others, abs=tolerance)
+
+
 async def test_hidden_states(tmp_path: Path, model: LoadedModel) -> None:
     from safetensors.torch import load_file
 
@@ -197,7 +228,7 @@ def test_padding_writes_nothing(model: LoadedModel) -> None:
     runner = open_runner(model.decoder, pages, (), [], limits)
     from interlace.layers.checkpoint.loading import Silent
 
-    runner.capture(limits.mode, limits.decode_sizes, limits.mixed_sizes, Silent())
+    runner.capture(limits.mode, limits.sizes, Silent())
     prompts = {f"r{i}": tuple((i + j) % VOCAB_SIZE for j in range(5)) for i in range(3)}
     params = SamplingParams(temperature=0, ignore_eos=True)
     blocks = {request_id: [2 * i + 3, 2 * i + 4] for i, request_id in enumerate(prompts)}

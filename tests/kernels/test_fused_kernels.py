@@ -10,10 +10,17 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_twins import matvec_twin, relative_error, rope_and_write_twin, silu_mul_twin
+from kernel_twins import (
+    greedy_twin,
+    matvec_twin,
+    relative_error,
+    rope_and_write_twin,
+    silu_mul_twin,
+)
 
 from interlace.layers.attention_backend import KVCacheLayout
 from interlace.layers.kernels import pointwise
+from interlace.layers.kernels.greedy import PART, greedy
 from interlace.layers.kernels.matvec import MatvecTiles, matvec
 from interlace.layers.kernels.rope_write import rope_and_write
 from interlace.layers.kernels.toolchain import INTERPRETED
@@ -173,3 +180,31 @@ def test_without_triton_the_modules_load_and_a_call_says_what_to_do() -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("vocab", [1, 40, PART, 2 * PART + 5])
+def test_greedy(dtype: torch.dtype, vocab: int) -> None:
+    """With many equals, rows that a step cannot sample from, and padding that all goes to one."""
+    logits = torch.randn(7, vocab, generator=torch.Generator().manual_seed(vocab)).round().to(dtype)
+    logits[1] = -math.inf
+    logits[2, vocab // 2] = math.nan
+    logits[3, vocab // 3] = math.inf
+    rows = torch.tensor([4, 0, 2, 3, 1, 9, 9])
+    newest = torch.full((10,), -7)
+    out = greedy(logits, rows, newest, out=torch.full((2, 7), -7, dtype=torch.int32))
+    token_ids, best = greedy_twin(logits)
+    assert out[0].tolist() == token_ids
+    assert torch.equal(out[1].view(torch.float32).nan_to_num(5e9), best.nan_to_num(5e9))
+    assert newest[rows[:5]].tolist() == token_ids[:5]
+    assert (newest[5:9] == -7).all()
+
+
+@interpreted
+def test_greedy_over_part_of_a_larger_buffer() -> None:
+    logits = torch.zeros(3, 50)
+    logits[:, 9] = 1
+    newest = torch.zeros(3, dtype=torch.int64)
+    out = greedy(logits[:, 2:20], torch.arange(3), newest, out=torch.zeros(2, 3, dtype=torch.int32))
+    assert out[0].tolist() == newest.tolist() == [7, 7, 7]

@@ -97,3 +97,13 @@ def relative_error(found: Tensor, expected: Tensor) -> float:
     """Norm of the difference over that of `expected`, or itself if all is 0; NaN if anything is."""
     wide = expected.double()
     return float((found.double() - wide).norm() / (wide.norm() or 1))
+
+
+def greedy_twin(logits: Tensor) -> tuple[list[int], Tensor]:
+    """The first of the largest logits of each row, and what it is: NaN if any of the row is."""
+    best = logits.float().amax(-1)
+    first = [
+        row.tolist().index(value) if value == value else 0
+        for row, value in zip(logits.float(), best.tolist(), strict=True)
+    ]
+    return first, best
