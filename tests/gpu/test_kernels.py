@@ -8,12 +8,19 @@ import random
 import pytest
 import torch
 from kernel_cases import TOLERANCE, AttentionCase, Heads
-from kernel_twins import matvec_twin, relative_error, rope_and_write_twin, silu_mul_twin
+from kernel_twins import (
+    greedy_twin,
+    matvec_twin,
+    relative_error,
+    rope_and_write_twin,
+    silu_mul_twin,
+)
 
 from interlace.layers.attention_backend import KVCacheLayout
 from interlace.layers.kernels import pointwise
 from interlace.layers.kernels.attention_plan import plan_attention
 from interlace.layers.kernels.gathered_attention import GatherWorkspace, gathered_attention
+from interlace.layers.kernels.greedy import greedy
 from interlace.layers.kernels.matvec import matvec
 from interlace.layers.kernels.paged_attention import paged_attention, schedule_decode
 from interlace.layers.kernels.rope_write import rope_and_write
@@ -259,3 +266,20 @@ def test_matvec(dtype: torch.dtype, n: int, k: int) -> None:
         assert relative_error(out, matvec_twin(x, weight, bias)) < TOLERANCE[dtype] / 2
         again = torch.full_like(out, math.nan)
         assert torch.equal(matvec(x, weight, bias, out=again), out), "not deterministic"
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("vocab", [100, 49152, 128256, 151936])
+def test_greedy(dtype: torch.dtype, vocab: int) -> None:
+    """Many equals in 16 bits; rows that cannot be sampled from."""
+    generator = torch.Generator("cuda").manual_seed(vocab)
+    logits = torch.randn(33, vocab, generator=generator, device="cuda").to(dtype)
+    logits[3], logits[4, vocab - 1], logits[5, 0] = -math.inf, math.nan, math.inf
+    rows = torch.randperm(40, generator=generator, device="cuda")[:33]
+    newest = torch.full((40,), -7, device="cuda")
+    out = torch.full((2, 33), -7, dtype=torch.int32, device="cuda")
+    greedy(logits, rows, newest, out=out)
+    token_ids, best = greedy_twin(logits)
+    assert out[0].tolist() == token_ids
+    assert torch.equal(out[1].view(torch.float32).nan_to_num(5e9), best.nan_to_num(5e9))
+    assert newest[rows].tolist() == token_ids
