@@ -39,6 +39,7 @@ from interlace.connectors.conformance.watched_lanes import WatchedLanes
 from interlace.engine.config import KVRole
 from interlace.engine.errors import ConfigError, ConnectorError
 from interlace.engine.outputs import ModelRunnerOutput
+from interlace.engine.ports import PendingStep
 from interlace.engine.request import Request, RequestStatus
 from interlace.engine.sampling_params import SamplingParams
 from interlace.engine.scheduler_output import SchedulerOutput
@@ -81,8 +82,8 @@ class Harness:
         self._salt = salt
         self._tokens = TokenJudge(self.watch, oracle, token_property)
         self._inflight: collections.deque[SchedulerOutput] = collections.deque()
-        self._executed: collections.deque[ModelRunnerOutput] = collections.deque()
-        """Results of the oldest steps in flight."""
+        self._executed: collections.deque[PendingStep] = collections.deque()
+        """The oldest steps in flight, whose results can be waited for."""
         self._threads = ThreadsSince()
         self.files = FilesSince()
         """Those that the connector, or who else runs meanwhile, has open."""
@@ -259,23 +260,22 @@ class Harness:
         self.watch.findings.raise_first()
 
     def execute(self) -> None:
-        """Execute the oldest step in flight that was not. Raises: `Violation`."""
+        """Execute the oldest step in flight that was not; on a GPU its work may go on until it is
+        applied. Raises: `Violation`."""
         output = self._inflight[len(self._executed)]
         self.watch.step, self.watch.step_is_running = output, True
         self.watch.trace.note(f"engine    executes {describe_step(output)}")
-        result: ModelRunnerOutput = self._guarded(lambda: self._compute(output))
+        pending: PendingStep = self._guarded(lambda: self.parts.runner.launch(output))
         self.watch.step_is_running = False
         self.detectors.order.end_step(output)
         self.detectors.mutation.end_step(output.step_id)
-        self._executed.append(result)
+        self._executed.append(pending)
         self.watch.findings.raise_first()
-
-    def _compute(self, output: SchedulerOutput) -> ModelRunnerOutput:
-        return self.parts.runner.launch(output)()
 
     def apply(self) -> None:
         """Apply the oldest step in flight, which was executed. Raises: `Violation`."""
-        output, result = self._inflight.popleft(), self._executed.popleft()
+        output, pending = self._inflight.popleft(), self._executed.popleft()
+        result: ModelRunnerOutput = self._guarded(pending)
         if self.shape.depth > 1:  # else it follows at once
             self.watch.trace.note(f"engine    applies step {output.step_id}")
         updates = self._guarded(lambda: self.scheduler.update_from_output(output, result))
@@ -313,7 +313,8 @@ class Harness:
         """Plan, execute and apply one step; False if nothing is to do.
 
         With two steps in flight the next one is planned in turns before and after the one before
-        is executed, as it may happen when the device has a thread of its own.
+        is executed, as it may happen when the device has a thread of its own. Where the device
+        works ahead, the next one is also executed before that one is applied.
         """
         self._plan_ahead(self.shape.depth if self.num_steps % 2 else 1)
         if not self._inflight:
@@ -321,6 +322,8 @@ class Harness:
         if not self._executed:
             self.execute()
         self._plan_ahead(self.shape.depth)
+        if self.parts.runner.works_ahead and len(self._executed) < len(self._inflight):
+            self.execute()
         self.apply()
         return True
 

@@ -27,7 +27,15 @@ class FilesSince:
 def _num_open() -> int:
     for folder in _LISTS:
         try:
-            return sum(1 for _ in folder.iterdir())
+            return sum(not _is_a_drivers(handle) for handle in folder.iterdir())
         except OSError:
             continue
     return 0
+
+
+def _is_a_drivers(handle: Path) -> bool:
+    """Whether CUDA has opened it: it does so whenever it needs one more, and for good."""
+    try:
+        return str(handle.readlink()).startswith("/dev/nvidia")
+    except OSError:  # it is no link here, or it has gone
+        return False

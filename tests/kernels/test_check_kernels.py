@@ -126,6 +126,16 @@ def test_what_is_loaded_is_compared(answer: Sync | Async) -> None:
         assert engine.watch.evidence["tokens"] == 4
 
 
+def test_the_next_step_is_launched_before_one_is_applied() -> None:
+    with harness(ScriptedConnector, Sync()) as engine:
+        engine.add("A", [7, 3, 9], max_tokens=3)
+        engine.run()
+        trace = engine.watch.trace.newest()
+    told = [line.split(",")[0] for line in trace if line.startswith("engine")]
+    second = next(place for place, line in enumerate(told) if "executes step 2" in line)
+    assert "engine    applies step 1" in told[second:]
+
+
 def test_a_layer_that_is_late_is_found() -> None:
     with harness(LastLayerLate, Sync()) as engine:
         with pytest.raises(Violation) as raised:
