@@ -25,7 +25,7 @@ from interlace.bench.work_size import WorkSize
 from interlace.engine.errors import ConfigError
 from interlace.layers.kernels import pointwise
 from interlace.layers.kernels.attention_plan import plan_attention
-from interlace.layers.kernels.gathered_attention import GatherWorkspace, gathered_attention
+from interlace.layers.kernels.gathered_attention import GatheredChunk, GatherWorkspace
 from interlace.layers.kernels.matvec import matvec
 from interlace.layers.kernels.paged_attention import paged_attention, schedule_decode
 from interlace.layers.kernels.rope_write import rope_and_write
@@ -223,17 +223,9 @@ def _gathered(step: _Requests, new: int) -> Spread:
         dtype=DTYPE,
         device=step.q.device,
     )
-    return eager_seconds(
-        partial(
-            gathered_attention,
-            step.q,
-            step.pages[0],
-            step.table[0],
-            length,
-            scale=HEAD_DIM**-0.5,
-            workspace=workspace,
-        )
-    )
+    scale, out = HEAD_DIM**-0.5, torch.empty_like(step.q)
+    chunk = GatheredChunk(new, length, step.table[0], workspace, scale=scale)
+    return eager_seconds(partial(chunk.attend, step.q, step.pages[0], out))
 
 
 def fused_rows(limits: Limits) -> Iterator[Row]:

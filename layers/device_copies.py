@@ -14,10 +14,13 @@ def to_device(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Tensor:
-    """Queue the upload of numbers; by way of pinned memory, which is kept until it was read."""
+    """Queue the upload of numbers, which may change as soon as it returns.
+
+    By way of pinned memory, which is kept until it was read.
+    """
     host = torch.as_tensor(values, dtype=dtype)
-    if device.type == "cuda":
-        host = host.pin_memory()
+    if device.type == "cuda":  # `pin_memory` would leave what is pinned already where it is
+        host = torch.empty_like(host, pin_memory=True).copy_(host)
     return host.to(device, non_blocking=True)
 
 

@@ -14,8 +14,8 @@ from interlace.layers.decoder import Decoder
 from interlace.layers.kernels.gathered_attention import (
     KEY_GRAIN,
     QUERY_GRAIN,
+    GatheredChunk,
     GatherWorkspace,
-    gathered_attention,
     prefers_gathered,
 )
 from interlace.layers.kv_pages import KVPages
@@ -26,9 +26,7 @@ class LongChunk(NamedTuple):
 
     tokens: slice
     """Where its new tokens are in the batch."""
-    block_ids: Tensor
-    """Its row of the block table, int32."""
-    seq_len: int
+    gathered: GatheredChunk
 
 
 class LongChunks:
@@ -78,23 +76,18 @@ class LongChunks:
                 if self._workspace is None or not self._prefers(count, chunk.start):
                     return ()
                 tokens = slice(begin, begin + count)
-                long.append(LongChunk(tokens, block_table[row], chunk.end))
+                long.append(LongChunk(tokens, self._gathered(count, chunk.end, block_table[row])))
             begin += count
         return tuple(long)
+
+    def _gathered(self, new: int, seq_len: int, block_ids: Tensor) -> GatheredChunk:
+        assert self._workspace is not None
+        return GatheredChunk(new, seq_len, block_ids, self._workspace, scale=self._scale)
 
     def attend(self, layer: int, q: Tensor, chunk: LongChunk, out: Tensor) -> None:
         """Put into `out` [T, heads, head_dim], for the chunk's tokens, what the paged kernel would
         compute, up to rounding. `q` is that of the whole batch."""
-        assert self._workspace is not None
-        answer = gathered_attention(
-            q[chunk.tokens],
-            self._pages.layers[layer],
-            chunk.block_ids,
-            chunk.seq_len,
-            scale=self._scale,
-            workspace=self._workspace,
-        )
-        out[chunk.tokens].copy_(answer)
+        chunk.gathered.attend(q[chunk.tokens], self._pages.layers[layer], out[chunk.tokens])
 
     def prepare(self, progress: Progress) -> None:
         """Let the library prepare the shapes that prompts have, which takes it 40 ms each: else
@@ -113,7 +106,8 @@ class LongChunks:
                 q = torch.zeros(
                     (new, a.num_heads, a.head_dim), dtype=decoder.dtype, device=decoder.device
                 )
-                self.attend(0, q, LongChunk(slice(0, new), block_ids, context + new), q)
+                chunk = self._gathered(new, context + new, block_ids)
+                chunk.attend(q, self._pages.layers[0], q)
                 advance(1)
 
     def _shapes(self) -> list[tuple[int, int]]:

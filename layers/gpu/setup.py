@@ -45,10 +45,11 @@ class GpuLimits:
     @property
     def sizes(self) -> GraphSizes:
         """Steps that are captured; the last one of decodes holds all requests that may run."""
-        decode = [size for size in _DECODE_SIZES if size < self.max_num_seqs]
-        if self.max_num_seqs <= _DECODE_SIZES[-1]:
-            decode.append(self.max_num_seqs)
         most = self.max_num_batched_tokens
+        most_decodes = min(self.max_num_seqs, most)
+        decode = [size for size in _DECODE_SIZES if size < most_decodes]
+        if most_decodes <= _DECODE_SIZES[-1]:
+            decode.append(most_decodes)
         return GraphSizes(
             decode,
             [size for size in _MIXED_SIZES if size <= most],

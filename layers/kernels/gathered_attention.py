@@ -10,6 +10,7 @@ joined by the logarithms of their weights.
 from __future__ import annotations
 
 import dataclasses
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -52,8 +53,18 @@ class GatherWorkspace:
         return cls(
             torch.empty(kv, dtype=dtype, device=device),
             torch.empty(kv, dtype=dtype, device=device),
-            torch.empty((rows, num_heads, head_dim), dtype=dtype, device=device),
+            # Rows around a chunk's are computed, and their answers not read.
+            torch.zeros((rows, num_heads, head_dim), dtype=dtype, device=device),
         )
+
+
+class LibraryAnswer(NamedTuple):
+    """What the library's attention comes to."""
+
+    answer: Tensor
+    """[1, heads, n, d], laid out like the queries: [n, heads, d]."""
+    weight: Tensor
+    """Natural logarithms of the weights, float32 [1, heads, n, 1]."""
 
 
 @jit("length", "padded_length")
@@ -96,33 +107,39 @@ def gather_kernel(
     tl.store(out + place[:, None] + dim[None, :], kept, mask=mask)
 
 
-@jit("num_heads")
+@jit("num_heads", "skipped", "out_skipped")
 def join_two_kernel(
     a: Pointer,
     a_weight: Pointer,
     b: Pointer,
     b_weight: Pointer,
+    out: Pointer,
     num_heads: Scalar,
+    skipped: Scalar,
+    out_skipped: Scalar,
     a_token_stride: Scalar,
     b_token_stride: Scalar,
+    out_token_stride: Scalar,
     a_weight_stride: Scalar,
     b_weight_stride: Scalar,
     head_dim: constexpr,
     padded_dim: constexpr,
     heads: constexpr,
 ) -> None:
-    """Join `b` into `a` and its weight for some heads of one token. Grid: (tokens, head groups).
+    """Join some heads of one token of `b` with those of `a`. Grid: (tokens, head groups).
 
-    Weights are natural logarithms, [heads, tokens].
+    Weights are natural logarithms, [heads, tokens]; that of `a` becomes the sum's. Token 0 of `b`
+    is token `skipped` of `a`, and goes to token `out_skipped` of `out`, which may be `a`.
     """
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * heads + tl.arange(0, heads)
     dim = tl.arange(0, padded_dim)
     real = head < num_heads
     mask = real[:, None] & (dim < head_dim)[None, :]
-    a_at = a + token * a_token_stride + head[:, None] * head_dim + dim[None, :]
-    b_at = b + token * b_token_stride + head[:, None] * head_dim + dim[None, :]
-    a_weight_at = a_weight + head * a_weight_stride + token
+    place = head[:, None] * head_dim + dim[None, :]
+    a_at = a + (token + skipped) * a_token_stride + place
+    b_at = b + token * b_token_stride + place
+    a_weight_at = a_weight + head * a_weight_stride + token + skipped
     wa = tl.load(a_weight_at, mask=real, other=0.0)
     wb = tl.load(b_weight + head * b_weight_stride + token, mask=real, other=0.0)
     top = tl.maximum(wa, wb)
@@ -131,48 +148,68 @@ def join_two_kernel(
     whole = fa + fb
     x = tl.load(a_at, mask=mask, other=0.0).to(tl.float32) * (fa / whole)[:, None]
     y = tl.load(b_at, mask=mask, other=0.0).to(tl.float32) * (fb / whole)[:, None]
-    tl.store(a_at, (x + y).to(a.dtype.element_ty), mask=mask)
+    out_at = out + (token + out_skipped) * out_token_stride + place
+    tl.store(out_at, (x + y).to(out.dtype.element_ty), mask=mask)
     tl.store(a_weight_at, top + tl.log(whole), mask=real)
 
 
-def gathered_attention(
-    q: Tensor,
-    pages: Tensor,
-    block_ids: Tensor,
-    seq_len: int,
-    *,
-    scale: float,
-    workspace: GatherWorkspace,
-) -> Tensor:
-    """What `paged_attention` computes for one request's chunk. 16-bit dtypes, no window.
+class GatheredChunk:
+    """One request's chunk in one step. What is the same in each layer is done once, here.
 
-    `q` [n, heads, head_dim] are the last n of the request's `seq_len` tokens; `block_ids` int32 is
-    its row of the block table; `pages` as in `paged_attention`. Returns [n, heads, head_dim], rows
-    contiguous, in memory of its own: the library allocates, so this is not for graphs. Asserted:
-    that it fits into the workspace. Raises what torch raises if cuDNN does not take the shape.
+    Steps that overlap on the device may not share a workspace; the chunks of one step may.
     """
-    new = q.shape[0]
-    cut = Cut.of(new, seq_len - new)
-    assert cut.before + cut.rows <= workspace.keys.shape[1], "the workspace holds the keys"
-    assert cut.skipped + _padded(new) <= workspace.queries.shape[0], "it holds the queries"
-    gather(pages, block_ids, seq_len, cut.before + cut.rows, workspace)
-    queries = _placed(q, cut, workspace.queries)
-    chunk = slice(cut.before, cut.before + cut.rows)
-    answer, weight = library_attention(
-        queries[: cut.rows],
-        workspace.keys[:, chunk],
-        workspace.values[:, chunk],
-        scale=scale,
-        causal=True,
-    )
-    answer, weight = answer[cut.skipped :][:new], weight[:, cut.skipped :][:, :new]
-    rows = queries[cut.skipped :][: _padded(new)]
-    for piece in cut.pieces:
-        part = library_attention(
-            rows, workspace.keys[:, piece], workspace.values[:, piece], scale=scale, causal=False
-        )
-        join_two(answer, weight, *part)
-    return answer
+
+    def __init__(
+        self,
+        new: int,
+        seq_len: int,
+        block_ids: Tensor,
+        workspace: GatherWorkspace,
+        *,
+        scale: float,
+    ) -> None:
+        """For the last `new` of the request's `seq_len` tokens; `block_ids` int32 is its row of the
+        block table. Asserted: that they fit into the workspace."""
+        cut = Cut.of(new, seq_len - new)
+        rows = max(cut.rows, cut.skipped + _padded(new))
+        assert cut.before + cut.rows <= workspace.keys.shape[1], "the workspace holds the keys"
+        assert rows <= workspace.queries.shape[0], "it holds the queries"
+        self._new = new
+        self._seq_len = seq_len
+        self._block_ids = block_ids
+        self._workspace = workspace
+        self._scale = scale
+        self._cut = cut
+        self._is_exact = cut.skipped == 0 and new == rows
+        queries = workspace.queries
+        self._place = queries[cut.skipped : cut.skipped + new]
+        self._causal_queries = for_library(queries[: cut.rows])
+        self._queries = for_library(queries[cut.skipped :][: _padded(new)])
+        keys, values = workspace.keys[None], workspace.values[None]
+        chunk = slice(cut.before, cut.before + cut.rows)
+        self._causal_kv = keys[:, :, chunk], values[:, :, chunk]
+        self._pieces = [(keys[:, :, piece], values[:, :, piece]) for piece in cut.pieces]
+
+    def attend(self, q: Tensor, pages: Tensor, out: Tensor) -> None:
+        """Put into `out` what `paged_attention` computes. 16-bit dtypes, no window.
+
+        `q` and `out` are [new, heads, head_dim], rows contiguous; `pages` as in `paged_attention`.
+        The library allocates, so this is not for graphs. Raises what torch raises if cuDNN does not
+        take the shape.
+        """
+        cut, scale = self._cut, self._scale
+        gather(pages, self._block_ids, self._seq_len, cut.before + cut.rows, self._workspace)
+        if self._is_exact:
+            causal_queries = queries = for_library(q)
+        else:
+            self._place.copy_(q)
+            causal_queries, queries = self._causal_queries, self._queries
+        whole = library_attention(causal_queries, *self._causal_kv, scale=scale, causal=True)
+        if not self._pieces:
+            out.copy_(whole[0][0].transpose(0, 1)[cut.skipped :][: self._new])
+        for number, kv in enumerate(self._pieces, 1):
+            part = library_attention(queries, *kv, scale=scale, causal=False)
+            join_two(whole, part, cut.skipped, self._new, out, is_last=number == len(self._pieces))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -244,44 +281,47 @@ def gather(
     )  # fmt: skip
 
 
-def join_two(answer: Tensor, weight: Tensor, other: Tensor, other_weight: Tensor) -> None:
-    """Join `other` [at least n, heads, head_dim] into `answer` [n, ...], and its weight [heads, n].
-
-    Both over the same queries and different keys; weights are logarithms.
-    """
-    new, num_heads, head_dim = answer.shape
-    assert answer.stride(1) == other.stride(1) == head_dim, "rows are contiguous"
-    assert weight.stride(1) == other_weight.stride(1) == 1, "a head's weights are contiguous"
+def join_two(
+    whole: LibraryAnswer,
+    part: LibraryAnswer,
+    skipped: int,
+    new: int,
+    out: Tensor,
+    *,
+    is_last: bool,
+) -> None:
+    """Join `part`, of `new` tokens, into `whole`, of `skipped` more before: in place, or, if it
+    `is_last`, into `out` [new, heads, head_dim]. Both over the same queries and different keys."""
+    (answer, weight), (other, other_weight) = whole, part
+    _, num_heads, _, head_dim = answer.shape
+    for one in (answer, other):
+        assert one.stride(1) == head_dim, "a token's heads lie together"
+        assert one.stride(3) == 1, "heads are contiguous"
+    assert out.stride(1) == head_dim
+    assert weight.stride(2) == other_weight.stride(2) == 1, "a head's weights are contiguous"
+    target, out_skipped, out_stride = (
+        (out, 0, out.stride(0)) if is_last else (answer, skipped, answer.stride(2))
+    )
     join_two_kernel[new, -(-num_heads // _HEADS)](
-        answer, weight, other, other_weight, num_heads, answer.stride(0), other.stride(0),
-        weight.stride(0), other_weight.stride(0),
+        answer, weight, other, other_weight, target, num_heads, skipped, out_skipped,
+        answer.stride(2), other.stride(2), out_stride, weight.stride(1), other_weight.stride(1),
         head_dim=head_dim, padded_dim=next_power_of_2(head_dim), heads=_HEADS, num_warps=4,
     )  # fmt: skip
 
 
+def for_library(q: Tensor) -> Tensor:
+    """[n, heads, d] as the library takes it: [1, heads, n, d], without a copy."""
+    return q.transpose(0, 1)[None]
+
+
 def library_attention(
     q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bool
-) -> tuple[Tensor, Tensor]:
-    """cuDNN's attention of `q` [n, heads, d] over `k` and `v` [kv_heads, m, d].
-
-    Returns answers [n, heads, d] and the logarithms of their weights, float32 [heads, n].
-    """
+) -> LibraryAnswer:
+    """cuDNN's attention of `q` [1, heads, n, d] over `k` and `v` [1, kv_heads, m, d]."""
     answer, weight = torch.ops.aten._scaled_dot_product_cudnn_attention(
-        q.transpose(0, 1)[None], k[None], v[None], None, True, 0.0, causal, False, scale=scale  # noqa: FBT003
+        q, k, v, None, True, 0.0, causal, False, scale=scale  # noqa: FBT003
     )[:2]  # fmt: skip
-    return answer[0].transpose(0, 1), weight[0, :, :, 0]
-
-
-def _placed(q: Tensor, cut: Cut, queries: Tensor) -> Tensor:
-    """`q` behind the skipped rows, with zeros around it up to where the library reads."""
-    new = q.shape[0]
-    end = cut.skipped + new
-    if cut.skipped == 0 and end == cut.rows:
-        return q  # nothing is around it
-    queries[: cut.skipped].zero_()
-    queries[cut.skipped : end].copy_(q)
-    queries[end : max(cut.rows, cut.skipped + _padded(new))].zero_()
-    return queries
+    return LibraryAnswer(answer, weight)
 
 
 def _padded(rows: int) -> int:

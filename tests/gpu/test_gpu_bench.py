@@ -54,7 +54,7 @@ def bench(tmp_path: Path, *arguments: str) -> Any:
     command = [sys.executable, "-m", "interlace", "bench", *arguments, "--json", str(target)]
     done = subprocess.run(
         [*command, "--model", f"dummy:{tmp_path}/config.json"],
-        env=os.environ | {"PYTHONPATH": source},
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([source, *sys.path])},
         capture_output=True,
         text=True,
         timeout=SECONDS,

@@ -19,7 +19,7 @@ from kernel_twins import (
 from interlace.layers.attention_backend import KVCacheLayout
 from interlace.layers.kernels import pointwise
 from interlace.layers.kernels.attention_plan import plan_attention
-from interlace.layers.kernels.gathered_attention import GatherWorkspace, gathered_attention
+from interlace.layers.kernels.gathered_attention import GatheredChunk, GatherWorkspace
 from interlace.layers.kernels.greedy import greedy
 from interlace.layers.kernels.matvec import matvec
 from interlace.layers.kernels.paged_attention import paged_attention, schedule_decode
@@ -165,14 +165,9 @@ def test_long_chunks_by_gathering(heads: Heads, dtype: torch.dtype, new: int, co
     )
     for tensor in (workspace.keys, workspace.values, workspace.queries):
         tensor.fill_(math.nan)
-    found = gathered_attention(
-        case.q,
-        case.pages,
-        case.block_table[0],
-        new + context,
-        scale=case.scale,
-        workspace=workspace,
-    )
+    found = torch.full_like(case.q, math.nan)
+    chunk = GatheredChunk(new, new + context, case.block_table[0], workspace, scale=case.scale)
+    chunk.attend(case.q, case.pages, found)
     assert relative_error(found, case.expected()) < TOLERANCE[dtype]
 
 

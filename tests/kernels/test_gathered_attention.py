@@ -11,7 +11,13 @@ from kernel_twins import relative_error
 from torch import Tensor
 
 from interlace.layers.kernels import gathered_attention as module
-from interlace.layers.kernels.gathered_attention import Cut, GatherWorkspace, prefers_gathered
+from interlace.layers.kernels.gathered_attention import (
+    Cut,
+    GatheredChunk,
+    GatherWorkspace,
+    LibraryAnswer,
+    prefers_gathered,
+)
 from interlace.layers.kernels.toolchain import INTERPRETED
 
 interpreted = pytest.mark.skipif(not INTERPRETED, reason="set TRITON_INTERPRET=1 to run these")
@@ -34,19 +40,19 @@ def test_the_pieces_are_few_shapes_and_cover_everything_once(new: int, context: 
     assert 0 <= cut.rows - cut.skipped - new < module.QUERY_GRAIN
 
 
-def _plain(q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
+def _plain(q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bool) -> LibraryAnswer:
     """What cuDNN computes, in float64, in the layout in which it answers."""
-    group = q.shape[1] // k.shape[0]
-    wide_k, wide_v = (x.double().repeat_interleave(group, 0) for x in (k, v))
-    scores = torch.einsum("qhd,hkd->hqk", q.double(), wide_k) * scale
+    group = q.shape[1] // k.shape[1]
+    wide_k, wide_v = (x.double().repeat_interleave(group, 1) for x in (k, v))
+    scores = torch.einsum("bhqd,bhkd->bhqk", q.double(), wide_k) * scale
     if causal:
-        scores = scores.masked_fill(torch.ones(scores.shape[1:]).triu(1).bool(), -torch.inf)
-    answer = torch.einsum("hqk,hkd->qhd", scores.softmax(-1), wide_v)
-    return answer.to(q.dtype).contiguous(), scores.logsumexp(-1).float()
+        scores = scores.masked_fill(torch.ones(scores.shape[2:]).triu(1).bool(), -torch.inf)
+    answer = torch.einsum("bhqk,bhkd->bqhd", scores.softmax(-1), wide_v).to(q.dtype).contiguous()
+    return LibraryAnswer(answer.transpose(1, 2), scores.logsumexp(-1, keepdim=True).float())
 
 
 @interpreted
-@pytest.mark.parametrize(("new", "context"), [(5, 0), (8, 24), (3, 61), (19, 100)])
+@pytest.mark.parametrize(("new", "context"), [(5, 0), (8, 0), (8, 24), (3, 61), (19, 100)])
 def test_the_pieces_make_the_whole(new: int, context: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "QUERY_GRAIN", 8)
     monkeypatch.setattr(module, "KEY_GRAIN", 8)
@@ -64,14 +70,9 @@ def test_the_pieces_make_the_whole(new: int, context: int, monkeypatch: pytest.M
     )
     for tensor in (workspace.keys, workspace.values, workspace.queries):
         tensor.fill_(torch.nan)
-    found = module.gathered_attention(
-        case.q,
-        case.pages,
-        case.block_table[0],
-        new + context,
-        scale=case.scale,
-        workspace=workspace,
-    )
+    found = torch.full_like(case.q, torch.nan)
+    chunk = GatheredChunk(new, new + context, case.block_table[0], workspace, scale=case.scale)
+    chunk.attend(case.q, case.pages, found)
     assert relative_error(found, case.expected()) < TOLERANCE[torch.float32]
 
 
