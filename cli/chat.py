@@ -85,7 +85,7 @@ def chat(
         ),
     ] = None,
     device: Annotated[
-        str, typer.Option(help="Where to run: auto or cpu.", rich_help_panel=_MODEL)
+        str, typer.Option(help="Where to run: auto, cpu or cuda.", rich_help_panel=_MODEL)
     ] = EngineConfig.device,
     dtype: Annotated[
         str,

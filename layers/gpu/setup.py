@@ -17,6 +17,9 @@ from interlace.layers.decoder import Decoder
 from interlace.layers.gpu.graphs import GraphSizes
 from interlace.layers.gpu.runner import GpuRunner
 from interlace.layers.graph_mode import GraphMode
+from interlace.layers.hardware.fact import Unknown
+from interlace.layers.hardware.host import c_compiler
+from interlace.layers.kernels.toolchain import HAS_TRITON
 from interlace.layers.kv_memory import PageShape
 from interlace.layers.kv_pages import KVPages
 
@@ -64,7 +67,8 @@ class GpuLimits:
 
 
 def check_gpu(device: torch.device, head_dim: int) -> None:
-    """Raises: `ConfigError` for a GPU that is too old, or heads that no kernel takes."""
+    """Raises: `ConfigError` for a GPU that is too old, heads that no kernel takes, or if nothing is
+    there to compile kernels with."""
     name, capability = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
     if capability < LEAST_CAPABILITY:
         raise ConfigError(
@@ -75,6 +79,17 @@ def check_gpu(device: torch.device, head_dim: int) -> None:
         raise ConfigError(
             f"heads of {head_dim} numbers are not supported on a GPU, only multiples of 8 up to"
             " 256: use device='cpu'."
+        )
+    if not HAS_TRITON:
+        raise ConfigError(
+            "a GPU needs Triton, which is not installed: install it (pip install triton; Linux"
+            " only) or use device='cpu'."
+        )
+    compiler = c_compiler()
+    if isinstance(compiler, Unknown):
+        raise ConfigError(
+            f"Triton needs a C compiler to launch kernels, but {compiler.reason}: install one (on"
+            " Debian or Ubuntu: apt install gcc), or use device='cpu'."
         )
 
 
