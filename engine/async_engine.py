@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from interlace.engine.block_hash import TokenArray
+from interlace.engine.block_hash import HashMemo, TokenArray
 from interlace.engine.clock import MonotonicClock
 from interlace.engine.config import EngineConfig, KVTransferConfig, ModelConfig
 from interlace.engine.device_thread import DeviceThread, finish_despite_cancel, with_ordinary_errors
@@ -106,6 +106,7 @@ class AsyncEngine:
         self._preparing: dict[str, Mailbox] = {}  # request id -> mailbox, until it is aborted
         self._num_preparing = 0  # those whose thread has not ended, aborted ones included
         self._text_threads = ThreadPoolExecutor(2, thread_name_prefix="interlace-text")
+        self._hash_memo = HashMemo()  # for prompts that are hashed on the loop
         self._arrivals = itertools.count()
         self._seeds = random.Random(config.seed)
         self._tasks = asyncio.TaskGroup()
@@ -254,7 +255,7 @@ class AsyncEngine:
         )
         mailbox = Mailbox()
         if token_ids is not None and len(token_ids) <= INLINE_TOKENS:
-            self._admit(build(token_ids), mailbox)
+            self._admit(build(token_ids, hash_memo=self._hash_memo), mailbox)
         else:
             self._preparing[request_id] = mailbox
             self._num_preparing += 1

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from interlace.engine.block_hash import BlockHash, TokenArray, extend_hashes, root_hash
+from interlace.engine.block_hash import BlockHash, HashMemo, TokenArray, extend_hashes, root_hash
 from interlace.engine.block_pool import KVCacheBlock
 from interlace.engine.outputs import FinishReason, Usage
 from interlace.engine.sampling_params import SamplingParams
@@ -71,8 +71,10 @@ class Request:
         priority: int = 0,
         cache_salt: str | None = None,
         kv_transfer_params: dict[str, Any] | None = None,
+        hash_memo: HashMemo | None = None,
     ) -> None:
-        """Hashes the prompt's full blocks: build it off the event loop for a long prompt.
+        """Hashes the prompt's full blocks, those that `hash_memo` does not know: build it off the
+        event loop for a very long prompt.
 
         `arrival` counts requests in the order of their submission and breaks ties.
         `kv_transfer_params` is the KV connector's to read and change.
@@ -119,7 +121,7 @@ class Request:
 
         self._root_hash = root_hash(cache_salt=cache_salt)
         self._block_size = block_size
-        extend_hashes(self.block_hashes, self._root_hash, self.prompt_array, block_size)
+        extend_hashes(self.block_hashes, self._root_hash, self.prompt_array, block_size, hash_memo)
 
     def note_failed_load(self, step_id: int) -> None:
         """Step `step_id` reported bad KV among this request's. Counts if the request loaded it."""

@@ -9,7 +9,7 @@ import torch
 from interlace.layers.kernels.toolchain import next_power_of_2
 
 HEAD_SIZES = (64, 80, 96, 128, 256)
-"""Head sizes that the kernels are tested with; others up to 256 in steps of 8 work as well."""
+"""Head sizes that models have; others up to 256 in steps of 8 work as well."""
 MAX_SHARES = 64
 MAX_SPLITS = 16
 MANY_REQUESTS = 24
@@ -62,6 +62,11 @@ class AttentionPlan:
     def group(self) -> int:
         """Query heads that share a KV head."""
         return self.num_heads // self.num_kv_heads
+
+    @property
+    def padded_dim(self) -> int:
+        """Head size as a program sees it: a power of two, and at least what a tensor core takes."""
+        return max(16, next_power_of_2(self.head_dim))
 
     @property
     def least_share(self) -> int:

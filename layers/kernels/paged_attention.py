@@ -122,18 +122,18 @@ def _decode(step: _Step, schedule: Tensor, plan: AttentionPlan, scale: float, wi
     """Requests with one new token."""
     tiles, items = plan.decode, plan.decode_items
     weight = step.workspace[items * plan.num_heads * plan.head_dim :]
-    padded_dim = next_power_of_2(plan.head_dim)
     decode_kernel[plan.num_kv_heads, items](
         step.q, step.pages, step.block_table, schedule, step.out, step.workspace, weight,
         window, scale * LOG2_E, *step.strides,
-        group=plan.group, head_dim=plan.head_dim, padded_dim=padded_dim,
+        group=plan.group, head_dim=plan.head_dim, padded_dim=plan.padded_dim,
         block_size=step.pages.shape[2], rows=tiles.rows, keys=tiles.keys,
         precision=step.precision, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
     )  # fmt: skip
     if plan.max_shares > 1:
         join_decode_kernel[plan.num_heads, plan.num_requests](
             schedule, step.out, step.workspace, weight, items, *step.out.stride()[:2],
-            head_dim=plan.head_dim, padded_dim=padded_dim, max_shares=plan.max_shares, num_warps=4,
+            head_dim=plan.head_dim, padded_dim=plan.padded_dim, max_shares=plan.max_shares,
+            num_warps=4,
         )  # fmt: skip
 
 
@@ -141,11 +141,10 @@ def _chunks(step: _Step, plan: AttentionPlan, scale: float, window: int) -> None
     """Requests with several new tokens."""
     tiles, splits = plan.chunk, plan.chunk_splits
     weight = step.workspace[plan.num_tokens * splits * plan.num_heads * plan.head_dim :]
-    padded_dim = next_power_of_2(plan.head_dim)
     chunk_kernel[plan.num_kv_heads, splits, plan.num_chunk_tiles](
         step.q, step.pages, step.block_table, step.seq_lens, step.query_start_loc, step.out,
         step.workspace, weight, plan.num_requests, splits, window, scale * LOG2_E, *step.strides,
-        group=plan.group, head_dim=plan.head_dim, padded_dim=padded_dim,
+        group=plan.group, head_dim=plan.head_dim, padded_dim=plan.padded_dim,
         block_size=step.pages.shape[2], tokens=plan.chunk_tokens, rows=tiles.rows, keys=tiles.keys,
         windowed=window > 0, precision=step.precision,
         num_warps=tiles.num_warps, num_stages=tiles.num_stages,
@@ -154,7 +153,7 @@ def _chunks(step: _Step, plan: AttentionPlan, scale: float, window: int) -> None
         join_chunk_kernel[plan.num_heads, plan.num_tokens](
             step.seq_lens, step.query_start_loc, step.out, step.workspace, weight,
             plan.num_requests, splits, window, *step.out.stride()[:2],
-            head_dim=plan.head_dim, padded_dim=padded_dim, tokens=plan.chunk_tokens,
+            head_dim=plan.head_dim, padded_dim=plan.padded_dim, tokens=plan.chunk_tokens,
             keys=tiles.keys, padded_splits=next_power_of_2(splits), num_warps=4,
         )  # fmt: skip
 

@@ -383,11 +383,9 @@ async def test_seeds_do_not_depend_on_other_traffic() -> None:
 async def test_long_prompts_are_hashed_off_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     threads: dict[int, str] = {}
 
-    def spy(
-        hashes: list[BlockHash], root: BlockHash, token_ids: Sequence[int], block_size: int
-    ) -> None:
+    def spy(hashes: list[BlockHash], root: BlockHash, token_ids: Sequence[int], *rest: Any) -> None:
         threads.setdefault(len(token_ids), threading.current_thread().name)
-        extend_hashes(hashes, root, token_ids, block_size)
+        extend_hashes(hashes, root, token_ids, *rest)
 
     monkeypatch.setattr(request_module, "extend_hashes", spy)
     async with open_engine(is_open=True, num_blocks=5000, max_model_len=18000) as it:

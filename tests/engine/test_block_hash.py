@@ -12,7 +12,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from interlace.engine.block_hash import BlockHash, extend_hashes, root_hash
+from interlace.engine.block_hash import (
+    SEGMENT_BLOCKS,
+    BlockHash,
+    HashMemo,
+    extend_hashes,
+    root_hash,
+)
 
 SRC = Path(__file__).resolve().parents[2] / "src"
 KEYS = [None, "", "x", "y", "salt", "adapter", "x" * 300, "\ud800"]
@@ -104,3 +110,31 @@ def test_b78_the_hash_is_what_it_was_in_the_last_release() -> None:
 
 
 PINNED = "f9ab500d60931cc9854f3e6a2bcc404a94401349fd43281ed5c3b7eb79da7650"
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from([None, "salt"]),
+            st.integers(0, 5 * SEGMENT_BLOCKS),
+            st.lists(st.integers(0, 3), max_size=3),
+            st.integers(1, 4),
+        ),
+        min_size=1,
+        max_size=8,
+    ),
+    st.integers(1, 3),
+)
+def test_what_a_memo_knows_is_what_would_be_computed(
+    prompts: list[tuple[str | None, int, list[int], int]], max_segments: int
+) -> None:
+    """Prompts that share beginnings, under other roots and block sizes, in a memo that forgets."""
+    memo = HashMemo(max_segments)
+    for salt, length, tail, size in prompts:
+        token_ids = [i % 7 for i in range(length)] + tail
+        root = root_hash(cache_salt=salt)
+        found: list[BlockHash] = []
+        extend_hashes(found, root, token_ids, size, memo)
+        assert found == hashes_of(token_ids, salt=salt, size=size)
+        extend_hashes(found, root, [*token_ids, *range(9)], size)
+        assert found == hashes_of([*token_ids, *range(9)], salt=salt, size=size)

@@ -37,6 +37,7 @@ SHAPES = [
     Heads(16, 8, 128),
     Heads(32, 8, 128),
     Heads(14, 2, 64),
+    Heads(4, 2, 8),
     Heads(4, 4, 80),
     Heads(6, 2, 96),
     Heads(8, 1, 256),
