@@ -30,228 +30,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection
-from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, Protocol
-
-import torch
+from typing import NamedTuple
 
 from interlace.engine.errors import LaneClosedError, LaneFullError
 from interlace.engine.ports import Gate
+from interlace.layers.cuda_gates import CudaGate, GraphGate, Patience
+from interlace.layers.cuda_streams import Stream, Streams
 from interlace.layers.lane_queue import without_frames
-
-_SHORTEST_PAUSE_S = 20e-6
-_LONGEST_PAUSE_S = 1e-3
-
-
-# ---------------------------------------------------------------- what is asked of CUDA
-
-
-class Event(Protocol):
-    """As `torch.cuda.Event` is."""
-
-    def record(self, stream: Any) -> None:
-        """Pass when all that is queued on `stream` now has ended."""
-        ...
-
-    def query(self) -> bool:
-        """Whether the last record has passed."""
-        ...
-
-    def synchronize(self) -> None:
-        """Wait until it has."""
-        ...
-
-
-class Stream(Protocol):
-    """As `torch.cuda.Stream` is."""
-
-    def wait_event(self, event: Any) -> None:
-        """Begin what is queued from now on when the event's last record has passed."""
-        ...
-
-
-class Streams(Protocol):
-    """Where streams and events of one device come from."""
-
-    def stream(self, *, is_urgent: bool) -> Stream:
-        """A stream; the work of an urgent one goes before that of others."""
-        ...
-
-    def event(self, *, is_external: bool = False) -> Event:
-        """An event; a graph does not take an external one into itself, but waits for it."""
-        ...
-
-    def current(self) -> Stream:
-        """The stream on which this thread queues work now."""
-        ...
-
-    def on(self, stream: Stream) -> AbstractContextManager[object]:
-        """Make it the current one."""
-        ...
-
-
-class CudaStreams:
-    """Those of one CUDA device."""
-
-    def __init__(self, device: torch.device) -> None:
-        """Makes nothing yet."""
-        self._device = device
-
-    def stream(self, *, is_urgent: bool) -> Stream:
-        """See `Streams`. From torch's pool, which hands them out again after 32."""
-        priority = -1 if is_urgent else 0
-        stream: Any = torch.cuda.Stream(self._device, priority=priority)  # type: ignore[no-untyped-call]
-        return stream  # type: ignore[no-any-return]
-
-    def event(self, *, is_external: bool = False) -> Event:
-        """See `Streams`. Who waits for it sleeps."""
-        event: Any = torch.cuda.Event(blocking=True, external=is_external)  # type: ignore[no-untyped-call]
-        return event  # type: ignore[no-any-return]
-
-    def current(self) -> Stream:
-        """See `Streams`."""
-        stream: Any = torch.cuda.current_stream(self._device)
-        return stream  # type: ignore[no-any-return]
-
-    def on(self, stream: Any) -> AbstractContextManager[object]:
-        """See `Streams`."""
-        context: AbstractContextManager[object] = torch.cuda.stream(stream)
-        return context
-
-
-# ---------------------------------------------------------------- gates
-
-
-class CudaGate:
-    """A gate of a `CudaLane`, or of the compute stream. Any thread.
-
-    Held back on the host, then on the stream, then ended. On the device thread, asking and waiting
-    put on their streams whatever nothing holds back any more.
-    """
-
-    def __init__(self, host: _Host, lane: CudaLane | None) -> None:
-        """For lanes. `lane` is None if it is on its stream at once."""
-        self.host = host
-        self.lane = lane
-        self._event: Event | None = None
-        self._error: BaseException | None = None
-        self._has_ended = False
-
-    def query(self) -> bool:
-        """Whether it is no longer closed."""
-        if not self._has_ended:
-            self.host.poll()
-            self._look()
-        return self._has_ended
-
-    def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until it is no longer closed; False after `timeout_s` seconds.
-
-        What is held back on the host is waited for too, by way of what holds it back.
-        """
-        patience = self.host.patience(timeout_s)
-        return self.query() or (self.wait_until_queued(patience) and self._wait_for_event(patience))
-
-    @property
-    def error(self) -> BaseException | None:
-        """What its work raised; `LaneClosedError` if that never ran."""
-        self._look()
-        return self._error if self._has_ended else None
-
-    @property
-    def is_queued(self) -> bool:
-        """Whether its event is on the stream, or it has ended: no stream can wait for it before."""
-        return self._event is not None or self._has_ended
-
-    def wait_until_queued(self, patience: Patience) -> bool:
-        """Whether it is on its stream before the patience ends. Held works get on meanwhile."""
-        while not self.is_queued:
-            obstacle = self.host.obstacle_of(self.lane)
-            if obstacle is None:
-                if not patience.pause():
-                    break
-            elif not obstacle.wait(patience.left_s):
-                break
-            self.host.poll()
-        return self.is_queued
-
-    def _wait_for_event(self, patience: Patience) -> bool:
-        if not patience.is_endless:
-            while not self._look() and patience.pause():
-                pass
-        elif self._event is not None:
-            self._event.synchronize()
-            self._has_ended = True
-        return self._has_ended
-
-    def _look(self) -> bool:
-        """Whether it has ended; nothing is put on a stream by that."""
-        if not self._has_ended and self._event is not None and self._event.query():
-            self._has_ended = True
-        return self._has_ended
-
-    # ---------------------------------------------------------------- for lanes
-
-    @property
-    def has_ended(self) -> bool:
-        """As `query`, but nothing is put on a stream by it."""
-        return self._look()
-
-    def put(self, event: Event, error: BaseException | None) -> None:
-        """It is on the stream now, and will open, or fail, when `event` passes."""
-        self._error = error
-        self._event = event
-
-    def fail(self, error: BaseException) -> None:
-        """It was never on the stream."""
-        self._error = error
-        self._has_ended = True
-
-    def hold_back(self, stream: Stream) -> None:
-        """Let `stream` wait for it."""
-        if not self._look():
-            assert self._event is not None, "it is queued"
-            stream.wait_event(self._event)
-
-    def __repr__(self) -> str:
-        if not self.has_ended:
-            return "<CudaGate closed>" if self.is_queued else "<CudaGate held back>"
-        return f"<CudaGate {'open' if self._error is None else 'failed'}>"
-
-
-class GraphGate:
-    """A gate that captured graphs wait for, armed again for each step. Device thread.
-
-        gate = lanes.graph_gate()                    # before anything is captured
-        with torch.cuda.graph(graph):
-            ...; gate.wait_here(); attend(...)
-        each step: load.submit(copies); load.arm(gate, step_id); graph.replay()
-
-    **Arm, then launch.** A replay waits for the record that was the last one at its launch, so
-    the gate may be armed again while the graph runs; and a replay that is launched before its gate
-    is armed passes on that of an older step. So whoever launches refuses unless `armed_for` is the
-    step's number.
-    """
-
-    def __init__(self, streams: Streams) -> None:
-        """Records it once, since a wait for an event that was never recorded is left out."""
-        self._streams = streams
-        self._event = streams.event(is_external=True)
-        self._event.record(streams.current())
-        self.armed_for: int | None = None
-        """The number of the step for which it was armed last."""
-
-    def wait_here(self) -> None:
-        """Let the current stream wait for it; while a graph is captured, each of its replays."""
-        self._streams.current().wait_event(self._event)
-
-    def record(self, stream: Stream, step_id: int) -> None:
-        """For lanes: arm it behind all that is on `stream`."""
-        self._event.record(stream)
-        self.armed_for = step_id
-
-
-# ---------------------------------------------------------------- lanes
 
 
 class CudaLanes:
@@ -269,7 +54,7 @@ class CudaLanes:
         them. `clock` and `sleep`, in seconds, are for waits with a timeout."""
         self._streams = streams
         self._urgent = frozenset(urgent)
-        self._host = _Host(clock, sleep)
+        self._host = LaneHost(clock, sleep)
         self.compute = ComputeLane(streams, self._host)
         """The stream of the steps."""
 
@@ -301,7 +86,7 @@ class ComputeLane:
 
     name = "compute"
 
-    def __init__(self, streams: Streams, host: _Host) -> None:
+    def __init__(self, streams: Streams, host: LaneHost) -> None:
         """For `CudaLanes`."""
         self._streams = streams
         self._host = host
@@ -343,7 +128,7 @@ class CudaLane:
     """One stream. Device thread. Works that are held back stay in order with all behind them."""
 
     def __init__(
-        self, name: str, streams: Streams, stream: Stream, host: _Host, *, max_pending: int
+        self, name: str, streams: Streams, stream: Stream, host: LaneHost, *, max_pending: int
     ) -> None:
         """`max_pending` bounds works that have not ended, held back or on the stream."""
         if max_pending < 1:
@@ -462,7 +247,7 @@ class CudaLane:
         self.advance()
         return gate
 
-    # ---------------------------------------------------------------- for `_Host`
+    # ---------------------------------------------------------------- for `LaneHost`
 
     @property
     def is_holding_back(self) -> bool:
@@ -536,7 +321,7 @@ class CudaLane:
             entry.gate.fail(dropped)
 
 
-class _Host:
+class LaneHost:
     """What all lanes of one `CudaLanes` share: who is looked after, and time."""
 
     def __init__(self, clock: Callable[[], float], sleep: Callable[[float], None]) -> None:
@@ -580,38 +365,6 @@ class _Host:
     def patience(self, timeout_s: float | None) -> Patience:
         """For one wait."""
         return Patience(timeout_s, self._clock, self._sleep)
-
-
-class Patience:
-    """How long one wait may still take, and how long it sleeps between two looks."""
-
-    def __init__(
-        self, timeout_s: float | None, clock: Callable[[], float], sleep: Callable[[float], None]
-    ) -> None:
-        """`timeout_s` None is without an end."""
-        self._clock = clock
-        self._sleep = sleep
-        self._end = None if timeout_s is None else clock() + timeout_s
-        self._pause_s = _SHORTEST_PAUSE_S
-
-    @property
-    def is_endless(self) -> bool:
-        """Whether it has no end."""
-        return self._end is None
-
-    @property
-    def left_s(self) -> float | None:
-        """Seconds, at least 0; None if it has no end."""
-        return None if self._end is None else max(0.0, self._end - self._clock())
-
-    def pause(self) -> bool:
-        """Sleep, longer each time; False if there is no time left."""
-        left_s = self.left_s
-        if left_s == 0.0:
-            return False
-        self._sleep(self._pause_s if left_s is None else min(self._pause_s, left_s))
-        self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
-        return True
 
 
 def _may_pass(gate: Gate) -> bool:

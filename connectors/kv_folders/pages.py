@@ -16,7 +16,8 @@ import torch
 from interlace.connectors.kv_folders.tensor_file import ByteArray
 from interlace.engine.errors import ConnectorError
 from interlace.engine.ports import Gate
-from interlace.layers.cuda_lanes import CudaLanes, CudaStreams
+from interlace.layers.cuda_lanes import CudaLanes
+from interlace.layers.cuda_streams import CudaStreams
 from interlace.layers.device_copies import to_device
 
 

@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 
 from interlace.engine.errors import LaneFullError
-from interlace.layers.cuda_lanes import CudaGate, CudaLanes, CudaStreams, GraphGate
+from interlace.layers.cuda_gates import CudaGate, GraphGate
+from interlace.layers.cuda_lanes import CudaLanes
+from interlace.layers.cuda_streams import CudaStreams
 from interlace.layers.lanes import ThreadGate, ThreadLanes
 
 pytestmark = [

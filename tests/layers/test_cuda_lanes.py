@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 
 from interlace.engine.errors import LaneClosedError, LaneFullError
 from interlace.engine.ports import Gate, Lane, Lanes
-from interlace.layers.cuda_lanes import CudaGate, CudaLane, CudaLanes, GraphGate
+from interlace.layers.cuda_gates import CudaGate, GraphGate
+from interlace.layers.cuda_lanes import CudaLane, CudaLanes
 from interlace.layers.lanes import ThreadGate, ThreadLanes
 
 PATIENCE_S = 20.0
