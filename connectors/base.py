@@ -32,7 +32,7 @@ from interlace.engine.kv_connector import (
 )
 from interlace.engine.kv_connector_stats import KVConnectorPromMetrics, KVConnectorStats
 from interlace.engine.kv_events import KVCacheEvent, KVConnectorKVEvents
-from interlace.engine.ports import Lanes
+from interlace.engine.ports import Lanes, LayerGates
 from interlace.engine.request import Request
 from interlace.engine.scheduler_output import SchedulerOutput
 
@@ -104,8 +104,8 @@ class KVConnectorBase_V1(ABC):  # noqa: N801 - the protocol's name
     """Brings KV from elsewhere and takes it there. See the module's docstring.
 
     Beside vLLM's protocol there are extensions, all of which a connector may leave alone: `lanes`,
-    and what `interlace check` is told by `kv_is_synthetic`, `check_setup`, `store_fault_kinds` and
-    `inject_store_fault`.
+    `get_layer_gates`, and what `interlace check` is told by `kv_is_synthetic`, `check_setup`,
+    `store_fault_kinds` and `inject_store_fault`.
     """
 
     kv_is_synthetic: bool = False
@@ -206,6 +206,18 @@ class KVConnectorBase_V1(ABC):  # noqa: N801 - the protocol's name
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         """What the scheduler side is to know of this worker; once, after registering."""
+        return None
+
+    def get_layer_gates(self) -> LayerGates | None:
+        """Gates with which loads within a step work in captured graphs too; None has none.
+
+        Asked once, on a GPU, after registering and before graphs are captured. With gates, each
+        short step is captured a second time with a wait before every layer's KV write, and a step
+        that loads is replayed so: `start_load_kv` queues the copies layer by layer, arms the gates
+        for the step's id behind them, and returns; no layer hook is called. Were they not all
+        armed for that step, it runs in pieces or eager, with its layer hooks. A connector with
+        gates need not say `requires_piecewise_for_cudagraph`. An extension of the protocol.
+        """
         return None
 
     # ---------------------------------------------------------------- worker side, every step

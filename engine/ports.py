@@ -154,6 +154,24 @@ class Lanes(Protocol):
         ...
 
 
+class LayerGates(Protocol):
+    """What holds each layer back until its KV is there, in steps that are one captured graph.
+
+    Device thread. A replay passes on whatever was recorded last when it was launched: so the
+    connector arms all gates for a step before the runner launches it, and the runner refuses to
+    launch a step whose gates are armed for another one.
+    """
+
+    def wait_here(self, layer: int) -> None:
+        """While a graph is captured: let its replays wait here for the KV of layer `layer`, counted
+        from 0. Called for each layer in order; layers may share a gate."""
+        ...
+
+    def are_armed(self, step_id: int) -> bool:
+        """Whether every gate will open when what step `step_id` loads is in the pages."""
+        ...
+
+
 class SchedulerConnector(Protocol):
     """The scheduler side of a KV connector: `KVConnectorBase_V1` in the role SCHEDULER.
 
@@ -255,6 +273,10 @@ class WorkerConnector(Protocol):
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         """What the scheduler side is to know of this worker. Once, after registering."""
+        ...
+
+    def get_layer_gates(self) -> LayerGates | None:
+        """Gates for captured graphs, or None. Once, after registering, before capture."""
         ...
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:

@@ -1,0 +1,119 @@
+"""What the two sides of PipelineConnector tell each other. Plain frozen values.
+
+The scheduler side alone decides which record holds which block, and which one goes to make room.
+The worker side copies between records and blocks as it is told, and says when it has.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+
+from interlace.engine.kv_connector import (
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorWorkerMetadata,
+)
+
+
+class RecordRun(NamedTuple):
+    """Neighbours on both sides."""
+
+    record: int
+    """The first."""
+    block_id: int
+    """The first."""
+    num_blocks: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Load:
+    """All that one request loads."""
+
+    request_id: str
+    runs: tuple[RecordRun, ...]
+    """In order of position."""
+    is_async: bool
+    """Beside the steps, and reported when it has ended; else within this step, layer by layer."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Save:
+    """Copy these blocks, all of which are full when this step has computed, into these records.
+
+    The copy goes on beside later steps: the scheduler side sees to it that the blocks stay what
+    they are until it was reported, or the save is in a later step's `fences`.
+    """
+
+    save_id: int
+    runs: tuple[RecordRun, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PipelineMetadata(KVConnectorMetadata):
+    """One step's orders to the worker side."""
+
+    step_id: int
+    loads: tuple[Load, ...] = ()
+    saves: tuple[Save, ...] = ()
+    fences: frozenset[int] = frozenset()
+    """Saves of earlier steps whose blocks this step hands on: `handle_preemptions` returns when
+    none of them reads any more. One that had not begun may be given up, and reported as failed."""
+    release: frozenset[str] = frozenset()
+    """Requests that were held and whose last save has ended: report them as sent."""
+
+
+class StepSample(NamedTuple):
+    """How long the device computed for one step, to learn its speed from."""
+
+    num_tokens: int
+    """Computed in the step."""
+    num_context_tokens: int
+    """Sum over the step's requests of the tokens before those."""
+    seconds: float
+    """Without waiting for loads: of steps that loaded nothing within themselves."""
+
+
+class LoadSample(NamedTuple):
+    """How long a load took on its lane."""
+
+    num_bytes: int
+    seconds: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PipelineReport(KVConnectorWorkerMetadata):
+    """What the worker side reports with a step."""
+
+    copied: frozenset[int] = frozenset()
+    """Saves that have ended well: their records hold what their blocks held."""
+    failed: frozenset[int] = frozenset()
+    """Saves that have not, and never will."""
+    loaded: frozenset[str] = frozenset()
+    """Requests whose load, of either kind, reads no record any more, whether it went well or not.
+    """
+    steps: tuple[StepSample, ...] = ()
+    loads: tuple[LoadSample, ...] = ()
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> PipelineReport:
+        """Both. There is one worker: only `MultiConnector` and empty steps bring two together."""
+        assert isinstance(other, PipelineReport)
+        return PipelineReport(
+            self.copied | other.copied,
+            self.failed | other.failed,
+            self.loaded | other.loaded,
+            self.steps + other.steps,
+            self.loads + other.loads,
+        )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PipelineHandshake(KVConnectorHandshakeMetadata):
+    """What the worker side found out when it was made."""
+
+    num_records: int
+    """That fit into the memory it was given."""
+    record_bytes: int
+    """Of one block over all layers."""
+    load_bytes_per_s: float
+    """Of a long copy from the records to the pages, measured; 0 if it was not."""
