@@ -53,6 +53,9 @@ class RunnerRequest:
     tokens: TokenBuffer
     block_ids: list[int]
     num_computed_tokens: int
+    """When the step begins."""
+    num_launched_tokens: int = 0
+    """Of which KV will be there when the newest step that computes some of it has ended."""
 
 
 class RunnerState:
@@ -69,7 +72,10 @@ class RunnerState:
         for new in output.scheduled_new_reqs:
             self._add(new)
         self._update_cached(output.scheduled_cached_reqs)
-        return [self.requests[req_id] for req_id in output.num_scheduled_tokens]
+        requests = [self.requests[req_id] for req_id in output.num_scheduled_tokens]
+        for request, num_new in zip(requests, output.num_scheduled_tokens.values(), strict=True):
+            request.num_launched_tokens = request.num_computed_tokens + num_new
+        return requests
 
     def _add(self, new: NewRequestData) -> None:
         self.requests[new.req_id] = RunnerRequest(
@@ -98,5 +104,8 @@ class RunnerState:
             if req_id in cached.resumed_req_ids:
                 request.block_ids = []
                 request.tokens = TokenBuffer(cached.all_token_ids[req_id])
+            elif num_computed < request.num_launched_tokens:
+                # Set back. A void step may still be sampling: it shall not find these tokens.
+                request.tokens = TokenBuffer(request.tokens.view(0))
             if added is not None:
                 request.block_ids.extend(added[0])

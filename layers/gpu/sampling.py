@@ -46,7 +46,7 @@ class PendingTokens:
         token_ids = self._sampled[0].tolist()
         best = self._sampled[1].view(torch.float32).tolist()
         for (request, place, position), buffer in self._tokens:
-            # A request that was set back or resumed meanwhile knows other tokens by now.
+            # A request that was set back or resumed meanwhile has other tokens by now.
             if request.tokens is buffer and len(buffer) == position:
                 buffer.append(token_ids[place])
             if math.isfinite(best[place]):
