@@ -29,7 +29,7 @@ from interlace.engine.kv_connector import (
 )
 from interlace.engine.kv_connector_stats import KVConnectorStats
 from interlace.engine.kv_events import KVConnectorKVEvents
-from interlace.engine.ports import WorkerConnector
+from interlace.engine.ports import LayerGates, WorkerConnector
 from interlace.engine.scheduler_output import SchedulerOutput
 from interlace.layers.attention_backend import TritonAttentionBackend
 from interlace.layers.decoder import Attend
@@ -110,6 +110,15 @@ class KVHooks:
         if answer is None or isinstance(answer, kind):
             return answer
         raise self._broken(hook, answer, f"a {kind.__name__} or None")
+
+    def get_layer_gates(self) -> LayerGates | None:
+        """What captured graphs are to wait for, or None. Raises: `ConnectorError`."""
+        gates: LayerGates | None = self._call("get_layer_gates")
+        if gates is None or all(
+            callable(getattr(gates, name, None)) for name in ("wait_here", "are_armed")
+        ):
+            return gates
+        raise self._broken("get_layer_gates", gates, "an object with wait_here and are_armed")
 
     def handle_preemptions(self, output: SchedulerOutput) -> None:
         """Let the connector finish reading what this step hands on. Raises: `ConnectorError`."""

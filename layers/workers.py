@@ -16,7 +16,7 @@ from interlace.engine.errors import ConnectorError
 from interlace.engine.kv_connector import KVConnectorHandshakeMetadata, KVConnectorOutput
 from interlace.engine.kv_output_aggregator import KVOutputAggregator
 from interlace.engine.outputs import ModelRunnerOutput
-from interlace.engine.ports import WorkerConnector
+from interlace.engine.ports import LayerGates, WorkerConnector
 from interlace.engine.scheduler_output import BlockCopy, SchedulerOutput
 from interlace.layers.attention import PagedAttention, SequenceChunk
 from interlace.layers.decoder import Attend
@@ -54,6 +54,13 @@ class Workers:
         """See `StepRunner`."""
         said = [hooks.get_handshake_metadata() for hooks in self._hooks]
         return {rank: metadata for rank, metadata in enumerate(said) if metadata is not None}
+
+    def layer_gates(self) -> LayerGates | None:
+        """Those of the only worker's connector, if it has any; after registering.
+
+        Raises: `ConnectorError`.
+        """
+        return self._hooks[0].get_layer_gates() if len(self._hooks) == 1 else None
 
     def set_finished_count(self, count: int | None) -> None:
         """See `StepRunner`."""

@@ -9,12 +9,12 @@ from __future__ import annotations
 import bisect
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 
 from interlace.engine.errors import ConfigError
-from interlace.engine.ports import Progress
+from interlace.engine.ports import LayerGates, Progress
 from interlace.layers.attention import SequenceChunk
 from interlace.layers.gpu.forward import Answer, Bounds, Flow, FusedDecoder, Wanted
 from interlace.layers.gpu.inputs import InputBuffer, StepInputs, StepSize
@@ -40,6 +40,19 @@ class GraphSizes:
     """Of longer ones, in pieces."""
 
 
+class StepToReplay(NamedTuple):
+    """A step whose inputs were uploaded, padded to the captured size."""
+
+    inputs: StepInputs
+    bounds: Bounds
+    chunks: Sequence[SequenceChunk]
+    """What its requests compute."""
+    hooks: LayerHooks | None = None
+    """For a step in pieces; a full graph calls none."""
+    is_gated: bool = False
+    """Whether a full graph is to wait for the layer gates, all of which are armed for the step."""
+
+
 class Captured(Protocol):
     """A step that can be replayed."""
 
@@ -53,18 +66,8 @@ class Captured(Protocol):
         """To which inputs have to be padded."""
         ...
 
-    def replay(
-        self,
-        inputs: StepInputs,
-        bounds: Bounds,
-        chunks: Sequence[SequenceChunk],
-        hooks: LayerHooks | None,
-    ) -> Answer:
-        """Queue a step whose inputs were uploaded: what comes out for all requests, padded.
-
-        It is valid until the next replay. `chunks` is what the requests compute. A full graph calls
-        no `hooks`.
-        """
+    def replay(self, step: StepToReplay) -> Answer:
+        """Queue a step: what comes out for all requests, padded; valid until the next replay."""
         ...
 
 
@@ -72,20 +75,20 @@ class Captured(Protocol):
 class _Full:
     size: StepSize
     graph: torch.cuda.CUDAGraph
+    gated: torch.cuda.CUDAGraph | None
+    """The same, waiting for the layer gates; None if there are none."""
     answer: Answer
 
     @property
     def runtime_mode(self) -> GraphMode:
         return GraphMode.FULL
 
-    def replay(
-        self,
-        inputs: StepInputs,
-        bounds: Bounds,
-        chunks: Sequence[SequenceChunk],
-        hooks: LayerHooks | None,
-    ) -> Answer:
-        self.graph.replay()
+    def replay(self, step: StepToReplay) -> Answer:
+        if step.is_gated:
+            assert self.gated is not None, "captured where there are gates"
+            self.gated.replay()
+        else:
+            self.graph.replay()
         return self.answer
 
 
@@ -103,15 +106,10 @@ class _Pieces:
     def runtime_mode(self) -> GraphMode:
         return GraphMode.PIECEWISE
 
-    def replay(
-        self,
-        inputs: StepInputs,
-        bounds: Bounds,
-        chunks: Sequence[SequenceChunk],
-        hooks: LayerHooks | None,
-    ) -> Answer:
+    def replay(self, step: StepToReplay) -> Answer:
         self.graphs[0].replay()  # first: the device shall not wait for the host's preparations
-        attention = self.forward.attention(inputs, bounds, chunks)
+        hooks = step.hooks
+        attention = self.forward.attention(step.inputs, step.bounds, step.chunks)
         for layer, following in enumerate(self.graphs[1:]):
             if hooks is not None:
                 hooks.wait(layer)
@@ -125,15 +123,15 @@ class _Pieces:
 class _Shelf:
     """Captured steps of one kind, by their number of tokens."""
 
-    def __init__(self, capture: Callable[[int], Captured]) -> None:
-        self._capture = capture
+    def __init__(self) -> None:
         self._sizes: list[int] = []
         self._captured: list[Captured] = []
 
-    def add(self, num_tokens: int) -> None:
-        """Capture one more."""
+    def add(self, captured: Captured) -> None:
+        """One more, of another number of tokens."""
+        num_tokens = captured.size.num_tokens
         place = bisect.bisect_left(self._sizes, num_tokens)
-        self._captured.insert(place, self._capture(num_tokens))
+        self._captured.insert(place, captured)
         self._sizes.insert(place, num_tokens)
 
     def find(self, size: StepSize) -> Captured | None:
@@ -156,18 +154,18 @@ class GraphPool:
         *,
         nobody: int,
         max_seq_len: int,
+        gates: LayerGates | None = None,
     ) -> None:
         """`make_room` allocates room for so many tokens and requests. `nobody`: the row of the
-        block tables for padding, and most requests of a step."""
+        block tables for padding, and most requests of a step. With `gates` each full graph is
+        captured a second time, to wait for them."""
         self._forward = forward
         self._inputs = inputs
         self._make_room = make_room
         self._nobody = nobody
         self._max_seq_len = max_seq_len
-        self._decode = _Shelf(self._decode_step)
-        self._mixed = _Shelf(self._mixed_step)
-        self._pieces = _Shelf(self._decode_in_pieces)
-        self._chunks = _Shelf(self._chunk_in_pieces)
+        self._gates = gates
+        self._decode, self._mixed, self._pieces, self._chunks = (_Shelf() for _ in range(4))
         self._room: StepRoom | None = None  # of the largest
         if inputs.is_on_gpu:
             self._memory = torch.cuda.graph_pool_handle()  # for all: no two ever run at once
@@ -179,26 +177,25 @@ class GraphPool:
 
         Raises: `ConfigError` if memory runs out.
         """
-        wanted: list[tuple[_Shelf, int]] = []
+        wanted: list[_WantedStep] = []
         if mode.piecewise:
-            wanted += _each(self._chunks, sizes.chunk)
+            wanted += _each(sizes.chunk, self._chunks, self._chunk_in_pieces)
             # A full graph of a mixed step takes fewer decodes as well.
             least = MIXED_REQUESTS if mode.full_mixed else 0
-            wanted += _each(self._pieces, [size for size in sizes.decode if size > least])
+            decodes = [size for size in sizes.decode if size > least]
+            wanted += _each(decodes, self._pieces, self._decode_in_pieces)
         if mode.full_mixed:
-            wanted += _each(self._mixed, sizes.mixed)
+            wanted += _each(sizes.mixed, self._mixed, self._mixed_step)
         if mode.full_decode:
-            wanted += _each(self._decode, sizes.decode)
+            wanted += _each(sizes.decode, self._decode, self._decode_step)
         if not wanted:
             return
         with progress.task("capturing CUDA graphs", len(wanted)) as advance:
-            size = 0
+            size = max(step.num_tokens for step in wanted)
             try:
-                self._room = self._make_room(
-                    max(size for _, size in wanted), max((MIXED_REQUESTS, *sizes.decode))
-                )
-                for shelf, size in wanted:
-                    shelf.add(size)
+                self._room = self._make_room(size, max((MIXED_REQUESTS, *sizes.decode)))
+                for size, shelf, capture_step in wanted:
+                    shelf.add(capture_step(size))
                     advance(1)
             except torch.cuda.OutOfMemoryError as error:
                 raise ConfigError(
@@ -233,13 +230,17 @@ class GraphPool:
         bounds = Bounds(max_query_len, self._max_seq_len)
         wanted, room = Wanted(inputs.last_tokens, inputs.rows), self._room_of(size)
 
-        def work() -> Answer | None:
+        def work(hooks: LayerHooks | None = None) -> Answer | None:
             attention = self._forward.attention(inputs, bounds)
-            return self._forward.forward(inputs, attention, wanted, room=room)
+            return self._forward.forward(inputs, attention, wanted, hooks, room=room)
 
         graph, answer = self._graph(work)
+        gated = None
+        if self._gates is not None:
+            waits = LayerHooks(wait=self._gates.wait_here, save=lambda layer: None)
+            gated, _ = self._graph(lambda: work(waits), is_new=False)
         assert answer is not None, "a step has requests"
-        return _Full(size, graph, answer)
+        return _Full(size, graph, gated, answer)
 
     def _room_of(self, size: StepSize) -> StepRoom:
         assert self._room is not None, "made before the first capture"
@@ -283,8 +284,19 @@ class GraphPool:
         return graph, result
 
 
-def _each(shelf: _Shelf, sizes: Iterable[int]) -> list[tuple[_Shelf, int]]:
-    return [(shelf, size) for size in sorted(set(sizes), reverse=True)]
+class _WantedStep(NamedTuple):
+    """A step to capture."""
+
+    num_tokens: int
+    shelf: _Shelf
+    capture: Callable[[int], Captured]
+
+
+def _each(
+    sizes: Iterable[int], shelf: _Shelf, capture: Callable[[int], Captured]
+) -> list[_WantedStep]:
+    """The largest first."""
+    return [_WantedStep(size, shelf, capture) for size in sorted(set(sizes), reverse=True)]
 
 
 def _between(forward: FusedDecoder, layer: int, room: StepRoom) -> Callable[[], Flow]:

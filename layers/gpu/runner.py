@@ -23,7 +23,7 @@ from interlace.layers.decoder import Decoder
 from interlace.layers.device_copies import to_device
 from interlace.layers.forward_context import TritonAttentionMetadata
 from interlace.layers.gpu.forward import Answer, Bounds, FusedDecoder, Wanted
-from interlace.layers.gpu.graphs import GraphPool, GraphSizes
+from interlace.layers.gpu.graphs import Captured, GraphPool, GraphSizes, StepToReplay
 from interlace.layers.gpu.inputs import BatchItem, InputBuffer, StepInputs, StepSize
 from interlace.layers.gpu.long_chunks import LongChunks
 from interlace.layers.gpu.room import StepRoom
@@ -62,6 +62,7 @@ class GpuRunner:
         self._eos_token_ids = frozenset(eos_token_ids)
         self._states = StateRoom(decoder, hidden_state_layer_ids)
         self._workers = Workers([pages], connectors)
+        self._gates = self._workers.layer_gates()
         self._block_size = pages.block_size
         columns = -(-decoder.max_model_len // pages.block_size)
         self._tables = BlockTables(max_num_seqs, columns, decoder.device)
@@ -76,6 +77,7 @@ class GpuRunner:
             functools.partial(StepRoom.allocate, decoder),
             nobody=self._tables.nobody,
             max_seq_len=decoder.max_model_len,
+            gates=self._gates,
         )
         self._pending: deque[_Once] = deque()  # launched, and maybe not waited for
 
@@ -180,18 +182,33 @@ class GpuRunner:
             GraphMode.NONE if captured is None else captured.runtime_mode,
         )
         places = [i for i, r in enumerate(requests) if r.req_id in output.sampling_req_ids]
-        if captured is None:
-            answer = self._run(output, inputs, bounds, chunks, places)
-        else:
+        answer: Answer | None
+        among: Sequence[int]
+        if captured is not None and self._may_replay(captured, output):
             is_full = captured.runtime_mode is GraphMode.FULL
             hooks = None if is_full else self._workers.layer_hooks(output)
-            answer = captured.replay(inputs, bounds, chunks, hooks)
+            is_gated = is_full and self._waits_for_gates(output)
+            answer = captured.replay(StepToReplay(inputs, bounds, chunks, hooks, is_gated))
+            among = places
+        else:
+            answer = self._run(output, inputs, bounds, chunks, places)
+            among = range(len(places))
         self._workers.post_forward()
-        among = range(len(places)) if captured is None else places
         return answer, [
             WantedToken(requests[place], found, chunks[place].end)
             for place, found in zip(places, among, strict=True)
         ]
+
+    def _waits_for_gates(self, output: SchedulerOutput) -> bool:
+        """Whether the step loads, and its connector has gates for that."""
+        return self._gates is not None and bool(output.loading_block_ids)
+
+    def _may_replay(self, captured: Captured, output: SchedulerOutput) -> bool:
+        """A full graph that waits for gates would pass on loads of an older step, were not all of
+        them armed for this one: then the step runs with its layer hooks."""
+        if captured.runtime_mode is not GraphMode.FULL or self._gates is None:
+            return True
+        return not self._waits_for_gates(output) or self._gates.are_armed(output.step_id)
 
     def _run(
         self,
@@ -201,7 +218,7 @@ class GpuRunner:
         chunks: Sequence[SequenceChunk],
         places: Sequence[int],
     ) -> Answer | None:
-        """Compute a step that was not captured: answers for the requests at `places` alone."""
+        """Compute a step without graphs: answers for the requests at `places`, maybe padded."""
         wanted = Wanted(inputs.last_tokens, inputs.rows)
         if len(places) < len(chunks):
             index = to_device(places, torch.int64, inputs.rows.device)

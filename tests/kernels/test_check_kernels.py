@@ -26,16 +26,14 @@ from interlace.connectors.conformance import (
 )
 from interlace.engine.config import EngineConfig
 from interlace.engine.ports import Progress, StepRunner
-from interlace.layers.attention import SequenceChunk
 from interlace.layers.checkpoint import LoadedModel
-from interlace.layers.gpu.forward import Answer, Bounds, FusedDecoder, Wanted
-from interlace.layers.gpu.graphs import Captured, GraphPool
-from interlace.layers.gpu.inputs import StepInputs, StepSize
+from interlace.layers.gpu.forward import Answer, FusedDecoder, Wanted
+from interlace.layers.gpu.graphs import Captured, GraphPool, StepToReplay
+from interlace.layers.gpu.inputs import StepSize
 from interlace.layers.gpu.runner import GpuRunner
 from interlace.layers.graph_mode import GraphMode
 from interlace.layers.kernels import matvec
 from interlace.layers.kernels.toolchain import INTERPRETED
-from interlace.layers.kv_hooks import LayerHooks
 from interlace.layers.kv_pages import KVPages
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="set TRITON_INTERPRET=1 to run these")
@@ -77,17 +75,11 @@ class InOne:
     size: StepSize
     runtime_mode: GraphMode = GraphMode.FULL
 
-    def replay(
-        self,
-        inputs: StepInputs,
-        bounds: Bounds,
-        chunks: Sequence[SequenceChunk],
-        hooks: LayerHooks | None,
-    ) -> Answer:
-        assert hooks is None
-        wanted = Wanted(inputs.last_tokens, inputs.rows)
-        attention = self.forward.attention(inputs, bounds, chunks)
-        answer = self.forward.forward(inputs, attention, wanted)
+    def replay(self, step: StepToReplay) -> Answer:
+        assert step.hooks is None
+        wanted = Wanted(step.inputs.last_tokens, step.inputs.rows)
+        attention = self.forward.attention(step.inputs, step.bounds, step.chunks)
+        answer = self.forward.forward(step.inputs, attention, wanted)
         assert answer is not None
         return answer
 
