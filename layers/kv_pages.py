@@ -5,7 +5,8 @@ strides say how they lie (`layers/attention_backend.py`).
 
 Block 0 is the null block; its pages are zero and stay so. Slots that hold no token are never
 attended to, but a kernel may read them, so a block is zeroed where its filling begins: a masked
-slot then holds a number, whatever the block's last owner left there. Device thread.
+slot then holds a number, whatever the block's last owner left there. Device thread. On a GPU all is
+queued, and nothing waits.
 """
 
 from __future__ import annotations
@@ -13,11 +14,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Self
 
+import numpy as np
 import torch
 
 from interlace.engine.kv_connector import KVCacheConfig
 from interlace.engine.scheduler_output import BlockCopy
 from interlace.layers.attention_backend import KVCacheLayout, attention_backend
+from interlace.layers.device_copies import to_device
 from interlace.layers.kv_memory import (
     CACHE_ONLY_LAYER,
     PageShape,
@@ -174,13 +177,13 @@ class KVPages:
         """Copy whole blocks in every layer; no block is both a source and a target."""
         if not copies:
             return
-        ids = torch.tensor(copies, device=self._memories[0].device)
+        ids = to_device(np.array(copies), torch.int64, self._memories[0].device)
         for memory in self._memories:
             memory.index_copy_(0, ids[:, 1], memory.index_select(0, ids[:, 0]))
 
     def zero_blocks(self, block_ids: Sequence[int]) -> None:
         """Zero these blocks in every layer."""
-        ids = torch.tensor(block_ids, device=self._memories[0].device)
+        ids = to_device(block_ids, torch.int64, self._memories[0].device)
         for memory in self._memories:
             memory.index_fill_(0, ids, 0)
 

@@ -1,0 +1,97 @@
+"""Launching a step never makes the host wait for the steps before it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Iterator
+
+import pytest
+import torch
+from scheduling import make_scheduler
+from tiny_model import tiny_model
+
+from interlace.engine.ports import PendingStep
+from interlace.engine.request import Request
+from interlace.engine.sampling_params import SamplingParams
+from interlace.engine.scheduler_output import SchedulerOutput
+from interlace.layers.gpu.runner import GpuRunner
+from interlace.layers.kv_pages import KVPages
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+]
+BLOCK = 4
+
+
+@contextlib.contextmanager
+def nothing_waits() -> Iterator[None]:
+    """Whatever would wait for the device raises."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_no_launch_waits_for_the_device() -> None:
+    """Blocks that are copied and uploaded, chunks, decodes, and rows that draw."""
+    model = tiny_model(dtype=torch.float32, head_dim=64, device="cuda")
+    a = model.architecture
+    pages = KVPages(
+        num_layers=a.num_layers,
+        num_blocks=21,
+        block_size=BLOCK,
+        num_kv_heads=a.num_kv_heads,
+        head_dim=a.head_dim,
+        dtype=torch.float32,
+        device=torch.device("cuda"),
+    )
+    runner = GpuRunner(
+        model.decoder, pages, (), max_num_seqs=4, max_num_batched_tokens=16, num_sms=8
+    )
+    scheduler = make_scheduler(
+        num_blocks=20, depth=2, max_num_batched_tokens=16, max_num_seqs=4, max_model_len=40
+    )
+    for number in range(8):
+        params = SamplingParams(
+            ignore_eos=True, temperature=0.8 * (number % 2), top_k=9, top_p=0.9, max_tokens=6
+        )
+        # Two of each: the second one finds the first one's last block begun.
+        prompt = [number // 2 + 1, 5, 9, 2, 7, 1, 3]
+        scheduler.add_request(
+            Request(str(number), prompt, params, seed=number, arrival=number, block_size=BLOCK)
+        )
+    num_copied = 0
+    inflight: deque[tuple[SchedulerOutput, PendingStep]] = deque()
+    while True:
+        while len(inflight) < 2 and (output := scheduler.schedule()) is not None:
+            num_copied += len(output.block_copies)
+            with nothing_waits():
+                inflight.append((output, runner.launch(output)))
+        if not inflight:
+            break
+        output, pending = inflight.popleft()
+        for update in scheduler.update_from_output(output, pending()):
+            assert update.request.error is None
+    runner.close()
+    assert num_copied, "a block was begun"
+
+
+def test_blocks_are_zeroed_without_waiting() -> None:
+    pages = KVPages(
+        num_layers=2,
+        num_blocks=4,
+        block_size=BLOCK,
+        num_kv_heads=2,
+        head_dim=8,
+        dtype=torch.float32,
+        device=torch.device("cuda"),
+    )
+    for layer in pages.layers:
+        layer.fill_(1.0)
+    with nothing_waits():
+        pages.zero_blocks([1, 3])
+    for layer in pages.layers:
+        assert layer.flatten(1).mean(dim=1).tolist() == [1.0, 0.0, 1.0, 0.0]
