@@ -122,11 +122,18 @@ class GpuRunner:
 
     @torch.inference_mode()
     def run_padding(self) -> None:
-        """Run the largest step there can be, with nothing in it: what it takes can be measured."""
+        """Run the largest step there can be, with nothing in it, and let each of its requests draw
+        its token: what that takes can be measured."""
         inputs = self._inputs.pad(self._largest, self._tables.nobody)
         bounds = Bounds(self._largest.num_tokens, self._decoder.max_model_len)
         attention = self._forward.attention(inputs, bounds)
-        self._forward.forward(inputs, attention, Wanted(inputs.last_tokens, inputs.rows))
+        wanted = Wanted(inputs.last_tokens, inputs.rows)
+        answer = self._forward.forward(inputs, attention, wanted)
+        assert answer is not None, "a step has requests"
+        most = self._largest.num_requests
+        # Both top-k and top-p: with the sort that they need.
+        draws = [Draw(place, 1.0, 0.0, 8, 0.9, 0.5) for place in range(most)]
+        self._draw(answer, draws, [self._tables.nobody] * most)
         torch.cuda.synchronize()
 
     @property

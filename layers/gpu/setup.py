@@ -141,8 +141,23 @@ def measure_num_blocks(
 
 def _measure_step(decoder: Decoder, shape: PageShape, limits: GpuLimits) -> int:
     """Bytes that the largest step and the largest graphs take at their peak."""
-    device = decoder.device
     torch.cuda.synchronize()
+    # A step would take what is cached, and graphs cannot: what they take would not be seen.
+    torch.cuda.empty_cache()
+    try:
+        return _try_step(decoder, shape, limits)
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(
+            f"a step of {limits.max_num_batched_tokens} tokens does not fit beside the weights:"
+            " lower max_num_batched_tokens or max_num_seqs, or end what else uses the GPU."
+        ) from error
+    finally:
+        torch.cuda.empty_cache()  # nobody has the runner any more
+
+
+def _try_step(decoder: Decoder, shape: PageShape, limits: GpuLimits) -> int:
+    """What `_measure_step` returns, if nothing is cached. Raises: `torch.OutOfMemoryError`."""
+    device = decoder.device
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
     reserved = torch.cuda.memory_reserved(device)
@@ -152,12 +167,6 @@ def _measure_step(decoder: Decoder, shape: PageShape, limits: GpuLimits) -> int:
         peak = torch.cuda.max_memory_allocated(device) - before
         runner.capture(limits.mode, limits.largest, Silent())
         graphs = torch.cuda.memory_reserved(device) - reserved - peak
-    except torch.OutOfMemoryError as error:
-        raise ConfigError(
-            f"a step of {limits.max_num_batched_tokens} tokens does not fit beside the weights:"
-            " lower max_num_batched_tokens or max_num_seqs, or end what else uses the GPU."
-        ) from error
     finally:
         runner.close()
-    torch.cuda.empty_cache()
     return peak + max(graphs, 0)
