@@ -1,0 +1,239 @@
+"""Copies between records and pages, byte by byte, in every way that a CPU can show."""
+
+from __future__ import annotations
+
+import ctypes
+import random
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from interlace.engine.errors import ConnectorError
+from interlace.layers import page_copies
+from interlace.layers.page_copies import CopyWay, PageCopies, Run, cut_runs
+
+NUM_RECORDS, NUM_BLOCKS, NUM_LAYERS = 40, 50, 3
+PAGE_SHAPE = (2, 2, 2, 4)
+PAGE_BYTES = 64
+
+
+class HostMemcpy:
+    """The driver's strided copies, by hand and at once; counts them."""
+
+    def __init__(self) -> None:
+        self.num_copies = 0
+
+    def current_stream(self) -> int:
+        return 0
+
+    def copy(
+        self,
+        target: int,
+        target_pitch: int,
+        source: int,
+        source_pitch: int,
+        width: int,
+        height: int,
+        stream: int,
+        *,
+        to_device: bool,
+    ) -> None:
+        self.num_copies += 1
+        for row in range(height):
+            ctypes.memmove(target + row * target_pitch, source + row * source_pitch, width)
+
+
+def filled(*shape: int) -> Tensor:
+    return torch.randint(0, 256, shape, dtype=torch.uint8)
+
+
+def new_records() -> Tensor:
+    return filled(NUM_RECORDS, NUM_LAYERS, PAGE_BYTES)
+
+
+def layers_of(kind: str) -> list[Tensor]:
+    if kind == "cross":
+        memory = filled(NUM_BLOCKS, NUM_LAYERS, PAGE_BYTES // 2).view(torch.bfloat16)
+        memory = memory.view(NUM_BLOCKS, NUM_LAYERS, 2, 2, 2, 2)
+        return list(memory.permute(1, 0, 2, 3, 4, 5))
+    return [
+        filled(NUM_BLOCKS, PAGE_BYTES).view(torch.bfloat16).view(NUM_BLOCKS, *PAGE_SHAPE)
+        for _ in range(NUM_LAYERS)
+    ]
+
+
+def as_bytes(pages: Tensor) -> Tensor:
+    return pages.contiguous().view(torch.uint8).view(len(pages), -1)
+
+
+@st.composite
+def some_runs(draw: st.DrawFn) -> list[Run]:
+    """No block and no record is in two of them."""
+    rng = random.Random(draw(st.integers(0, 2**32)))
+    most = draw(st.sampled_from([1, 3, 40]))
+    blocks, records = list(range(1, NUM_BLOCKS)), list(range(NUM_RECORDS))
+    if draw(st.booleans()):
+        rng.shuffle(blocks)
+    if draw(st.booleans()):
+        rng.shuffle(records)
+    pairs = list(zip(records, blocks, strict=False))[: draw(st.integers(0, NUM_RECORDS))]
+    runs: list[Run] = []
+    for record, block in pairs:
+        if runs:
+            first, first_block, count = runs[-1]
+            if (first + count, first_block + count) == (record, block) and count < most:
+                runs[-1] = (first, first_block, count + 1)
+                continue
+        runs.append((record, block, 1))
+    return runs
+
+
+def copies_of(kind: str, records: Tensor, layers: list[Tensor]) -> PageCopies:
+    if kind == "host":
+        return PageCopies(records, layers)
+    return PageCopies(records, layers, memcpy=HostMemcpy(), slab_bytes=7 * PAGE_BYTES)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    runs=some_runs(),
+    memory=st.sampled_from(["layers", "cross"]),
+    kind=st.sampled_from(["host", "device"]),
+    layer=st.integers(0, NUM_LAYERS - 1),
+    loads=st.booleans(),
+)
+def test_the_right_bytes_and_no_others_are_copied(
+    runs: list[Run], memory: str, kind: str, layer: int, loads: bool
+) -> None:
+    page_bytes = PAGE_BYTES if memory == "layers" else PAGE_BYTES // 2
+    records, layers = filled(NUM_RECORDS, NUM_LAYERS, page_bytes), layers_of(memory)
+    wanted_records, wanted = records.clone(), [as_bytes(pages).clone() for pages in layers]
+    for record, block, count in runs:
+        for i in range(count):
+            if loads:
+                wanted[layer][block + i] = records[record + i, layer]
+            else:
+                wanted_records[record + i, layer] = wanted[layer][block + i]
+    copies = copies_of(kind, records, layers)
+    prepared = copies.prepare(runs)
+    copied = (copies.load if loads else copies.save)(layer, prepared)
+    assert torch.equal(records, wanted_records)
+    for pages, right in zip(layers, wanted, strict=True):
+        assert torch.equal(as_bytes(pages), right)
+    assert copied.num_bytes == sum(count for *_, count in runs) * page_bytes
+
+
+def scattered(num_runs: int) -> list[Run]:
+    return [(i, NUM_BLOCKS - 1 - i, 1) for i in range(num_runs)]
+
+
+def test_many_runs_go_by_way_of_the_slab_if_the_records_are_neighbours() -> None:
+    memcpy = HostMemcpy()
+    copies = PageCopies(new_records(), layers_of("layers"), memcpy=memcpy)
+    few = copies.load(0, copies.prepare(scattered(16)))
+    assert few == (CopyWay.STRIDED, 16, 16 * PAGE_BYTES)
+    runs = copies.prepare(scattered(17))
+    assert copies.load(0, runs) == (CopyWay.SLAB, 1, 17 * PAGE_BYTES)
+    assert copies.save(1, runs) == (CopyWay.SLAB, 1, 17 * PAGE_BYTES)
+    assert memcpy.num_copies == 18
+    apart = [(2 * i, NUM_BLOCKS - 1 - i, 1) for i in range(20)]
+    assert copies.load(0, copies.prepare(apart)).way is CopyWay.STRIDED
+
+
+def test_without_the_driver_torch_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    records, layers = new_records(), layers_of("layers")
+    monkeypatch.setattr(page_copies, "cuda_memcpy_2d", lambda device: None)
+    copies = PageCopies(records, layers)
+    copies._is_host = False  # as if the pages lay on a GPU
+    copies._memcpy = None
+    assert copies.load(1, copies.prepare([(3, 5, 4)])).way is CopyWay.PLAIN
+    assert torch.equal(as_bytes(layers[1])[5:9], records[3:7, 1])
+    assert copies.save(2, copies.prepare([(30, 1, 2)])).way is CopyWay.PLAIN
+    assert torch.equal(records[30:32, 2], as_bytes(layers[2])[1:3])
+
+
+@pytest.mark.parametrize("run", [(39, 1, 2), (-1, 1, 1), (0, 0, 1), (0, 49, 2), (0, 1, 0)])
+def test_runs_that_lie_outside_are_refused(run: Run) -> None:
+    copies = PageCopies(new_records(), layers_of("layers"))
+    with pytest.raises(ConnectorError, match=r"does not fit 40 records and blocks 1 to 49"):
+        copies.prepare([(0, 1, 1), run])
+
+
+@pytest.mark.parametrize(
+    "records",
+    [
+        torch.zeros(4, NUM_LAYERS + 1, PAGE_BYTES, dtype=torch.uint8),
+        torch.zeros(4, NUM_LAYERS, PAGE_BYTES - 2, dtype=torch.uint8),
+        torch.zeros(4, NUM_LAYERS, PAGE_BYTES, dtype=torch.int8),
+        torch.zeros(0, NUM_LAYERS, PAGE_BYTES, dtype=torch.uint8),
+        torch.zeros(PAGE_BYTES, NUM_LAYERS, 4, dtype=torch.uint8).permute(2, 1, 0),
+    ],
+)
+def test_records_of_something_else_are_refused(records: Tensor) -> None:
+    with pytest.raises(ConnectorError, match="allocate them for this model"):
+        PageCopies(records, layers_of("layers"))
+
+
+def test_pages_that_are_no_blocks_are_refused() -> None:
+    heads_first = [pages.transpose(2, 3).contiguous().transpose(2, 3) for pages in layers_of("l")]
+    for layers in (
+        [pages[:, :, :, :, ::2] for pages in layers_of("layers")],
+        [pages[:1].expand(NUM_BLOCKS, *PAGE_SHAPE) for pages in layers_of("layers")],
+        [torch.zeros(NUM_BLOCKS, 2, 3, 2, 4).transpose(2, 3) for _ in range(NUM_LAYERS)],
+        heads_first,
+    ):
+        with pytest.raises(ConnectorError, match="ask for the layout 'NHD'"):
+            PageCopies(new_records(), layers)
+
+
+def test_layers_that_differ_are_refused() -> None:
+    layers = layers_of("layers")
+    with pytest.raises(ConnectorError, match="Leave other layers out"):
+        PageCopies(new_records(), [*layers[:2], layers[2][:, :1]])
+
+
+@given(
+    counts=st.lists(st.integers(1, 9), max_size=8),
+    most=st.integers(1, 12),
+)
+def test_cutting_keeps_every_block_and_fills_every_piece(counts: list[int], most: int) -> None:
+    runs = [(100 * i, 1000 * i, count) for i, count in enumerate(counts)]
+    pieces = cut_runs(runs, most)
+
+    def pairs(some: Any) -> list[tuple[int, int]]:
+        return [(r + i, b + i) for r, b, n in some for i in range(n)]
+
+    assert [pair for piece in pieces for pair in pairs(piece)] == pairs(runs)
+    sizes = [len(pairs(piece)) for piece in pieces]
+    assert all(size == most for size in sizes[:-1])
+    assert all(0 < size <= most for size in sizes)
+
+
+class FakeRuntime:
+    """`cuda.bindings.runtime`, whose copies fail."""
+
+    class cudaMemcpyKind:  # noqa: N801
+        cudaMemcpyHostToDevice = 1  # noqa: N815
+        cudaMemcpyDeviceToHost = 2  # noqa: N815
+
+    @staticmethod
+    def cudaMemcpy2DAsync(*args: Any) -> tuple[int]:  # noqa: N802
+        return (700,)
+
+
+def test_a_copy_that_cuda_refuses_says_so() -> None:
+    memcpy = page_copies._CudaMemcpy2D(FakeRuntime, torch.device("cpu"))
+    with pytest.raises(ConnectorError, match=r"cudaMemcpy2DAsync of 2 rows of 64 bytes .* 700"):
+        memcpy.copy(0, 64, 0, 64, 64, 2, 0, to_device=True)
+
+
+def test_without_a_gpu_package_there_is_no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> None:
+        raise ImportError(name)
+
+    monkeypatch.setattr("importlib.import_module", missing)
+    assert page_copies.cuda_memcpy_2d(torch.device("cpu")) is None
