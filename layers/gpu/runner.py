@@ -27,7 +27,7 @@ from interlace.layers.gpu.graphs import Captured, GraphPool, GraphSizes, StepToR
 from interlace.layers.gpu.inputs import BatchItem, InputBuffer, StepInputs, StepSize
 from interlace.layers.gpu.long_chunks import LongChunks
 from interlace.layers.gpu.room import StepRoom
-from interlace.layers.gpu.sampling import PendingTokens, WantedToken
+from interlace.layers.gpu.sampling import NoTokens, PendingTokens, WantedToken
 from interlace.layers.gpu.tables import BlockTables
 from interlace.layers.graph_mode import GraphMode
 from interlace.layers.hidden_states import StateRoom
@@ -263,7 +263,7 @@ class GpuRunner:
     def _sample(self, answer: Answer | None, wanted: Sequence[WantedToken]) -> PendingStep:
         """Queue the sampling, or do it where the batched sampler will not do."""
         if not wanted:
-            return ModelRunnerOutput
+            return NoTokens(self._decoder.device).result
         assert answer is not None, "somebody wants a token"
         draws = []
         for request, place, end in wanted:

@@ -25,6 +25,36 @@ class WantedToken(NamedTuple):
     """Where the token will stand among the request's."""
 
 
+class Mark:
+    """A point on the device's current stream. Where kernels are interpreted it has passed."""
+
+    def __init__(self, device: torch.device) -> None:
+        """Passes when all that is queued by now has ended."""
+        self._event: torch.cuda.Event | None = None
+        if device.type == "cuda":
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._event.record()
+
+    def wait(self) -> None:
+        """Until it has passed."""
+        if self._event is not None:
+            self._event.synchronize()
+
+
+class NoTokens:
+    """The end of a step that samples nothing. It is waited for too: else any number of steps of a
+    long prompt would be under way, whatever `max_inflight_steps` says."""
+
+    def __init__(self, device: torch.device) -> None:
+        """Of what is queued by now."""
+        self._end = Mark(device)
+
+    def result(self) -> ModelRunnerOutput:
+        """Wait for it."""
+        self._end.wait()
+        return ModelRunnerOutput()
+
+
 class PendingTokens:
     """The tokens of one step, on their way to the host."""
 
@@ -32,15 +62,11 @@ class PendingTokens:
         """Queues the copy of `sampled`, int32 [2, N], from `greedy`."""
         self._tokens = tuple((one, one.request.tokens) for one in wanted)
         self._sampled = to_host(sampled)
-        self._arrived: torch.cuda.Event | None = None
-        if sampled.device.type == "cuda":
-            self._arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._arrived.record()
+        self._arrived = Mark(sampled.device)
 
     def result(self) -> ModelRunnerOutput:
         """Wait for them; each request that still expects its token gets it."""
-        if self._arrived is not None:
-            self._arrived.synchronize()
+        self._arrived.wait()
         tokens: dict[str, tuple[int, ...]] = {}
         errors: dict[str, str] = {}
         token_ids = self._sampled[0].tolist()

@@ -35,8 +35,7 @@ def nothing_waits() -> Iterator[None]:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def test_no_launch_waits_for_the_device() -> None:
-    """Blocks that are copied and uploaded, chunks, decodes, and rows that draw."""
+def small_runner() -> GpuRunner:
     model = tiny_model(dtype=torch.float32, head_dim=64, device="cuda")
     a = model.architecture
     pages = KVPages(
@@ -48,9 +47,12 @@ def test_no_launch_waits_for_the_device() -> None:
         dtype=torch.float32,
         device=torch.device("cuda"),
     )
-    runner = GpuRunner(
-        model.decoder, pages, (), max_num_seqs=4, max_num_batched_tokens=16, num_sms=8
-    )
+    return GpuRunner(model.decoder, pages, (), max_num_seqs=4, max_num_batched_tokens=16, num_sms=8)
+
+
+def test_no_launch_waits_for_the_device() -> None:
+    """Blocks that are copied and uploaded, chunks, decodes, and rows that draw."""
+    runner = small_runner()
     scheduler = make_scheduler(
         num_blocks=20, depth=2, max_num_batched_tokens=16, max_num_seqs=4, max_model_len=40
     )
@@ -79,6 +81,25 @@ def test_no_launch_waits_for_the_device() -> None:
                 assert update.request.error is None
     runner.close()
     assert num_copied, "a block was begun"
+
+
+def test_the_end_of_a_step_that_samples_nothing_is_waited_for() -> None:
+    runner = small_runner()
+    scheduler = make_scheduler(num_blocks=20, max_num_batched_tokens=16, max_num_seqs=4)
+    params = SamplingParams(ignore_eos=True, temperature=0, max_tokens=1)
+    prompt = [1, 2, 3] * 15
+    scheduler.add_request(Request("long", prompt, params, seed=0, arrival=0, block_size=BLOCK))
+    for is_timed in (False, True):  # the first time kernels are compiled
+        output = scheduler.schedule()
+        assert output is not None
+        assert not output.sampling_req_ids
+        if is_timed:
+            torch.cuda._sleep(200_000_000)  # type: ignore[no-untyped-call]  # cycles: 0.1 s
+        result = runner.launch(output)()
+        assert torch.cuda.current_stream().query()
+        assert result.sampled_token_ids == {}
+        scheduler.update_from_output(output, result)
+    runner.close()
 
 
 def test_blocks_are_zeroed_without_waiting() -> None:

@@ -21,6 +21,7 @@ from interlace.layers import batch_sampler
 from interlace.layers.batch_sampler import Draw
 from interlace.layers.gpu import runner as runner_module
 from interlace.layers.gpu.runner import GpuRunner
+from interlace.layers.gpu.sampling import Mark
 from interlace.layers.kernels import matvec
 from interlace.layers.kernels.toolchain import INTERPRETED
 from interlace.layers.kv_pages import KVPages
@@ -131,3 +132,21 @@ def test_what_all_requests_draw_with_is_measured(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     _runner(_pages()).run_padding()
     assert drawn == [(4, VOCAB_SIZE)]
+
+
+def test_a_step_that_samples_nothing_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or else a long prompt's chunks would all be under way at once."""
+    waited: list[str] = []
+    monkeypatch.setattr(Mark, "wait", lambda mark: waited.append("end"))
+    runner = _runner(_pages())
+    scheduler = make_scheduler(num_blocks=40, block_size=BLOCK, max_num_batched_tokens=9)
+    params = SamplingParams(ignore_eos=True, temperature=0, max_tokens=1)
+    scheduler.add_request(
+        Request("long", [1, 2, 3] * 5, params, seed=0, arrival=0, block_size=BLOCK)
+    )
+    output = scheduler.schedule()
+    assert output is not None
+    pending = runner.launch(output)
+    assert waited == []
+    assert pending().sampled_token_ids == {}
+    assert waited == ["end"]
