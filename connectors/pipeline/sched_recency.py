@@ -1,0 +1,63 @@
+"""Which records were used least recently: a linked list over record numbers, O(1) a change.
+
+Knows nothing of what records hold. Any one thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+_OUT = -1
+
+
+class Recency:
+    """An order of numbers below `size`, each of which is in it or not."""
+
+    def __init__(self, size: int) -> None:
+        """Nothing is in it."""
+        self._end = size  # the ring's own place, between the newest and the oldest
+        self._older = [_OUT] * size + [size]
+        self._newer = [_OUT] * size + [size]
+        self._length = 0
+
+    def __len__(self) -> int:
+        """How many are in it."""
+        return self._length
+
+    def __contains__(self, number: int) -> bool:
+        """Whether `number` is in it."""
+        return self._older[number] != _OUT
+
+    def __iter__(self) -> Iterator[int]:
+        """From the oldest on. Not to be changed meanwhile."""
+        number = self._newer[self._end]
+        while number != self._end:
+            yield number
+            number = self._newer[number]
+
+    def add_newest(self, number: int) -> None:
+        """Add `number`, which is not in it, as the last to go."""
+        self._insert(number, self._end)
+
+    def add_older(self, number: int, than: int) -> None:
+        """Add `number`, which is not in it, so that it goes right before `than`, which is."""
+        assert than in self
+        self._insert(number, than)
+
+    def remove(self, number: int) -> None:
+        """Take `number` out, which is in it."""
+        assert number in self
+        older, newer = self._older[number], self._newer[number]
+        self._newer[older], self._older[newer] = newer, older
+        self._older[number] = self._newer[number] = _OUT
+        self._length -= 1
+
+    def _insert(self, number: int, newer: int) -> None:
+        assert number not in self
+        older = self._older[newer]
+        self._older[number], self._newer[number] = older, newer
+        self._newer[older] = self._older[newer] = number
+        self._length += 1
+
+    def __repr__(self) -> str:
+        return f"<Recency {self._length} of {self._end}>"

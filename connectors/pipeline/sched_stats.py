@@ -1,0 +1,35 @@
+"""PipelineConnector's statistics: blocks loaded, saved and dropped, and which ways were chosen."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+
+from interlace.engine.kv_connector_stats import CountingStats
+
+
+@dataclasses.dataclass
+class PipelineStats(CountingStats):
+    """`data` maps names to numbers, zeros left out.
+
+    `blocks_loaded`, `blocks_failed_to_load`; `blocks_saved`, `blocks_not_saved` (a copy failed, or
+    stood on bad KV), `blocks_dropped` (there was no record for them); `records_evicted`;
+    `chose_recompute`, `chose_bulk` and `chose_layerwise`, a request each.
+    """
+
+
+class Counter:
+    """Counts until it is asked. Event loop only."""
+
+    def __init__(self) -> None:
+        self._counts = collections.Counter[str]()
+
+    def add(self, name: str, number: int = 1) -> None:
+        """Count `number` more of `name`; 0 leaves no trace."""
+        if number:
+            self._counts[name] += number
+
+    def take(self) -> PipelineStats | None:
+        """What was counted since the last call, None if nothing was."""
+        counts, self._counts = self._counts, collections.Counter()
+        return PipelineStats(data=dict(counts)) if counts else None
