@@ -28,10 +28,13 @@ def zeroed(
 ) -> torch.Tensor:
     """A zeroed, contiguous tensor; on a CPU (None too) it takes memory only where it is written to.
 
-    Raises: `MemoryError` if the machine will not promise that much.
+    Raises: `MemoryError` if the machine will not promise that much, or the device lacks it.
     """
     if device is not None and device.type != "cpu":
-        return torch.zeros(shape, dtype=dtype, device=device)
+        try:
+            return torch.zeros(shape, dtype=dtype, device=device)
+        except torch.OutOfMemoryError as error:
+            raise MemoryError(str(error)) from error
     try:
         memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize)
     except OSError as error:

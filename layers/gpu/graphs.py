@@ -7,6 +7,7 @@ padded replay writes and samples nothing more. Hooks never run while a graph is 
 from __future__ import annotations
 
 import bisect
+import contextlib
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, Protocol, TypeVar
@@ -24,6 +25,10 @@ from interlace.layers.kv_hooks import LayerHooks
 
 T = TypeVar("T")
 
+LOWER_WHAT = (
+    "lower gpu_memory_utilization, max_num_seqs, max_num_batched_tokens or num_gpu_blocks_override"
+)
+"""The remedy when memory runs out before the first step."""
 MIXED_REQUESTS = 64
 """Most requests of a captured step that is not made of decodes alone."""
 
@@ -199,9 +204,8 @@ class GraphPool:
                     advance(1)
             except torch.cuda.OutOfMemoryError as error:
                 raise ConfigError(
-                    f"no GPU memory is left to capture a graph of {size} tokens: lower"
-                    " gpu_memory_utilization, max_num_seqs, max_num_batched_tokens or"
-                    " num_gpu_blocks_override, or set cudagraph_mode='NONE'."
+                    f"no GPU memory is left to capture a graph of {size} tokens: {LOWER_WHAT}, or"
+                    " set cudagraph_mode='NONE'."
                 ) from error
 
     def find(self, size: StepSize, *, is_decode: bool) -> Captured | None:
@@ -279,8 +283,11 @@ class GraphPool:
             graph.capture_begin(pool=self._memory)
             try:
                 result = work()
-            finally:
-                graph.capture_end()
+            except BaseException:
+                with contextlib.suppress(RuntimeError):  # what failed may have ended it
+                    graph.capture_end()
+                raise
+            graph.capture_end()
         return graph, result
 
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
+from interlace.engine.errors import ConfigError
 from interlace.engine.kv_connector import KVConnectorHandshakeMetadata
 from interlace.engine.outputs import ModelRunnerOutput
 from interlace.engine.ports import PendingStep, Progress, WorkerConnector
@@ -23,7 +24,7 @@ from interlace.layers.decoder import Decoder
 from interlace.layers.device_copies import to_device
 from interlace.layers.forward_context import TritonAttentionMetadata
 from interlace.layers.gpu.forward import Answer, Bounds, FusedDecoder, Wanted
-from interlace.layers.gpu.graphs import Captured, GraphPool, GraphSizes, StepToReplay
+from interlace.layers.gpu.graphs import LOWER_WHAT, Captured, GraphPool, GraphSizes, StepToReplay
 from interlace.layers.gpu.inputs import BatchItem, InputBuffer, StepInputs, StepSize
 from interlace.layers.gpu.long_chunks import LongChunks
 from interlace.layers.gpu.room import StepRoom
@@ -92,12 +93,17 @@ class GpuRunner:
     def capture(self, mode: GraphMode, sizes: GraphSizes, progress: Progress) -> None:
         """Capture graphs, and prepare what runs between them, once, before the first step.
 
-        See `GraphPool`. Raises: `ConfigError`.
+        See `GraphPool`. Raises: `ConfigError` if memory runs out.
         """
         with torch.inference_mode():
             self._graphs.capture(mode, sizes, progress)
-            self._compile_attention(progress)
-            self._long_chunks.prepare(progress)
+            try:
+                self._compile_attention(progress)
+                self._long_chunks.prepare(progress)
+            except torch.OutOfMemoryError as error:
+                raise ConfigError(
+                    f"no GPU memory is left to prepare attention: {LOWER_WHAT}."
+                ) from error
 
     def _compile_attention(self, progress: Progress) -> None:
         """Run attention for chunks of every size class: else the first prompts would wait for the

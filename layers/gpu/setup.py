@@ -14,7 +14,7 @@ from interlace.engine.errors import ConfigError
 from interlace.engine.ports import WorkerConnector
 from interlace.layers.checkpoint.loading import Silent
 from interlace.layers.decoder import Decoder
-from interlace.layers.gpu.graphs import GraphSizes
+from interlace.layers.gpu.graphs import LOWER_WHAT, GraphSizes
 from interlace.layers.gpu.runner import GpuRunner
 from interlace.layers.graph_mode import GraphMode
 from interlace.layers.hardware.fact import Unknown
@@ -101,17 +101,21 @@ def open_runner(
     limits: GpuLimits,
     hidden_state_layer_ids: Sequence[int] = (),
 ) -> GpuRunner:
-    """A runner over `pages`, without graphs yet. Raises: `ConnectorError`."""
-    return GpuRunner(
-        decoder,
-        pages,
-        eos_token_ids,
-        connectors,
-        max_num_seqs=limits.max_num_seqs,
-        max_num_batched_tokens=limits.max_num_batched_tokens,
-        hidden_state_layer_ids=hidden_state_layer_ids,
-        num_sms=torch.cuda.get_device_properties(decoder.device).multi_processor_count,
-    )
+    """A runner over `pages`, without graphs yet. Raises: `ConnectorError`; `ConfigError` if memory
+    runs out."""
+    try:
+        return GpuRunner(
+            decoder,
+            pages,
+            eos_token_ids,
+            connectors,
+            max_num_seqs=limits.max_num_seqs,
+            max_num_batched_tokens=limits.max_num_batched_tokens,
+            hidden_state_layer_ids=hidden_state_layer_ids,
+            num_sms=torch.cuda.get_device_properties(decoder.device).multi_processor_count,
+        )
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(f"no GPU memory is left for a step's buffers: {LOWER_WHAT}.") from error
 
 
 def measure_num_blocks(
@@ -146,7 +150,7 @@ def _measure_step(decoder: Decoder, shape: PageShape, limits: GpuLimits) -> int:
     torch.cuda.empty_cache()
     try:
         return _try_step(decoder, shape, limits)
-    except torch.OutOfMemoryError as error:
+    except (torch.OutOfMemoryError, MemoryError) as error:
         raise ConfigError(
             f"a step of {limits.max_num_batched_tokens} tokens does not fit beside the weights:"
             " lower max_num_batched_tokens or max_num_seqs, or end what else uses the GPU."

@@ -12,6 +12,7 @@ import torch
 from scheduling import make_scheduler
 from tiny_model import VOCAB_SIZE, plain_answer, tiny_model
 
+from interlace.engine.errors import ConfigError
 from interlace.engine.kv_connector import KVConnectorOutput
 from interlace.engine.ports import PendingStep
 from interlace.engine.request import Request
@@ -19,9 +20,13 @@ from interlace.engine.sampling_params import SamplingParams
 from interlace.engine.scheduler_output import SchedulerOutput
 from interlace.layers import batch_sampler
 from interlace.layers.batch_sampler import Draw
+from interlace.layers.checkpoint.loading import Silent
 from interlace.layers.gpu import runner as runner_module
+from interlace.layers.gpu.graphs import GraphSizes
+from interlace.layers.gpu.long_chunks import LongChunks
 from interlace.layers.gpu.runner import GpuRunner
 from interlace.layers.gpu.sampling import Mark
+from interlace.layers.graph_mode import GraphMode
 from interlace.layers.kernels import matvec
 from interlace.layers.kernels.toolchain import INTERPRETED
 from interlace.layers.kv_pages import KVPages
@@ -150,3 +155,13 @@ def test_a_step_that_samples_nothing_is_waited_for(monkeypatch: pytest.MonkeyPat
     assert waited == []
     assert pending().sampled_token_ids == {}
     assert waited == ["end"]
+
+
+def test_no_memory_to_prepare_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    def prepare(chunks: LongChunks, progress: object) -> None:
+        raise torch.OutOfMemoryError("no")
+
+    monkeypatch.setattr(LongChunks, "prepare", prepare)
+    monkeypatch.setattr(GpuRunner, "_compile_attention", lambda *_: None)
+    with pytest.raises(ConfigError, match=r"prepare attention: lower gpu_memory_utilization"):
+        _runner(_pages()).capture(GraphMode.NONE, GraphSizes(), Silent())

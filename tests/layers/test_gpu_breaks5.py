@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
+from typing import Any
 
 import pytest
 import torch
@@ -10,9 +12,12 @@ from tiny_model import tiny_model
 
 from interlace.engine.errors import ConfigError
 from interlace.layers.gpu import setup
-from interlace.layers.gpu.setup import GpuLimits, measure_num_blocks
+from interlace.layers.gpu.graphs import GraphPool
+from interlace.layers.gpu.inputs import InputBuffer, StepSize
+from interlace.layers.gpu.setup import GpuLimits, measure_num_blocks, open_runner
 from interlace.layers.graph_mode import GraphMode
 from interlace.layers.kv_memory import PageShape
+from interlace.layers.kv_pages import KVPages
 
 GIB = 1 << 30
 SHAPE = PageShape(2, 16, 2, 8, torch.float32)
@@ -103,12 +108,56 @@ def test_the_runner_that_was_measured_is_gone_before_its_memory_is_given_back(
     assert were_there[-1] is False
 
 
-def test_no_memory_for_the_buffers_of_a_runner(
-    memory: Allocator, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def open_runner(*_: object) -> Runner:
+def test_no_memory_for_the_buffers_of_a_runner(monkeypatch: pytest.MonkeyPatch) -> None:
+    def make(*_: object, **__: object) -> None:
         raise torch.OutOfMemoryError("no")
 
-    monkeypatch.setattr(setup, "open_runner", open_runner)
-    with pytest.raises(ConfigError, match=r"a step of 64 tokens .* lower max_num_batched_tokens"):
-        measure_num_blocks(tiny_model().decoder, SHAPE, LIMITS, utilization=0.5)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: Properties())
+    monkeypatch.setattr(setup, "GpuRunner", make)
+    pages = KVPages.of(SHAPE, num_blocks=2, device=torch.device("cpu"))
+    with pytest.raises(ConfigError, match=r"for a step's buffers: lower gpu_memory_utilization"):
+        open_runner(tiny_model().decoder, pages, (), [], LIMITS)
+
+
+def test_no_memory_for_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine turns a `MemoryError` into one that names the settings."""
+
+    def zeros(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(torch, "zeros", zeros)
+    with pytest.raises(MemoryError, match="CUDA out of memory"):
+        KVPages.of(SHAPE, num_blocks=2, device=torch.device("cuda"))
+
+
+def test_a_capture_that_fails_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even if the capture cannot be ended any more."""
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    nothing: Any = None
+    inputs = InputBuffer(StepSize(8, 8), 8, torch.device("cpu"))
+    pool = GraphPool(nothing, inputs, nothing, nobody=8, max_seq_len=128)
+    pool._memory, pool._stream = nothing, nothing
+
+    def work() -> None:
+        raise torch.OutOfMemoryError("no memory")
+
+    with pytest.raises(torch.OutOfMemoryError, match="no memory"):
+        pool._graph(work, is_new=False)
+
+
+class Properties:
+    """Of a pretended GPU."""
+
+    multi_processor_count = 4
+
+
+class Graph:
+    """One whose capture was given up by the driver."""
+
+    def capture_begin(self, pool: object) -> None:
+        pass
+
+    def capture_end(self) -> None:
+        raise RuntimeError("the capture was invalidated")
