@@ -1,0 +1,264 @@
+"""Moves blocks between host records and pages while the model computes. Knows no store.
+
+    pipeline = LayerPipeline.over(records, layers, CudaLanes(CudaStreams(device)))
+    load = pipeline.submit_load([runs_of_one_request, runs_of_another], step_id)
+    ... each layer, before it writes its KV:  pipeline.wait(layer)
+    ... or in a graph, captured with pipeline.layer_gates, if are_armed(step_id)
+    save = pipeline.submit_save(runs, after=pipeline.record_compute())
+    ... now and then:  pipeline.poll()
+
+Three lanes. On "load" a step's own loads go layer by layer over all of its requests, a gate for
+each group of layers. On "bulk" and "store" whole records go beside the steps, in slices, so that
+little is queued on the device at a time, and nothing more while a step waits for its own load.
+
+**On a GPU** lanes are streams: copies are queued at once, behind all that is on the compute stream,
+and whether CUDA takes them is known then. The host never waits. **On a CPU** lanes are threads, or
+virtual: `wait` waits on the host, up to a deadline.
+
+All methods are for the device thread.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from interlace.connectors.pipeline.worker_feeder import Copies, FedTransfer, Feeder
+from interlace.connectors.pipeline.worker_loads import PipelinedLoad
+from interlace.connectors.pipeline.worker_times import (
+    ClockStopwatch,
+    EventStopwatch,
+    Stopwatch,
+    TransferStats,
+)
+from interlace.engine.errors import ConfigError, ConnectorError, LaneClosedError, LaneFullError
+from interlace.engine.ports import Gate, Lanes, LayerGates
+from interlace.layers.cuda_gates import GraphGate
+from interlace.layers.cuda_lanes import CudaLane, CudaLanes
+from interlace.layers.page_copies import PageCopies, Run
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["FedTransfer", "LaneCopies", "LayerPipeline", "PipelinedLoad", "TransferStats"]
+
+DEFAULT_GROUP_SIZE = 2
+DEFAULT_WINDOW_BYTES = 32 << 20
+"""Half a millisecond of a PCIe 5 link."""
+DEFAULT_DEADLINE_S = 30.0
+
+
+class LaneCopies(NamedTuple):
+    """For each lane copies of its own, since each may have a slab."""
+
+    load: Copies
+    bulk: Copies
+    store: Copies
+
+
+class LayerPipeline:
+    """See the module's docstring."""
+
+    def __init__(
+        self,
+        lanes: Lanes,
+        copies: LaneCopies,
+        *,
+        group_size: int = DEFAULT_GROUP_SIZE,
+        window_bytes: int = DEFAULT_WINDOW_BYTES,
+        deadline_s: float = DEFAULT_DEADLINE_S,
+        watch: Stopwatch | None = None,
+    ) -> None:
+        """`group_size`: layers that share a gate. `window_bytes`: what bulk loads, and saves, have
+        queued at most, each. `deadline_s`: how long one layer waits, where the host does. `watch`
+        is for tests: by itself it is events on a GPU, and a clock elsewhere.
+
+        Raises: `ConfigError` for numbers below 1.
+        """
+        if group_size < 1 or window_bytes < 1 or deadline_s <= 0:
+            raise ConfigError(
+                f"group_size ({group_size}) and window_bytes ({window_bytes}) must be at least 1,"
+                f" and deadline_s ({deadline_s}) above 0."
+            )
+        is_cuda = isinstance(lanes, CudaLanes)
+        self.watch = watch or (EventStopwatch() if is_cuda else ClockStopwatch(time.monotonic))
+        self._compute = lanes.compute if isinstance(lanes, CudaLanes) else None
+        self._copies = copies.load
+        self._group_size = min(group_size, copies.load.num_layers)
+        self._deadline_s = deadline_s
+        self._lane = lanes.lane("load")
+        self._bulk, self._store = (
+            Feeder(lane, one, copy_layer, window_bytes=window_bytes, watch=self.watch)
+            for lane, one, copy_layer in (
+                (lanes.lane("bulk"), copies.bulk, copies.bulk.load),
+                (lanes.lane("store"), copies.store, copies.store.save),
+            )
+        )
+        self._load: PipelinedLoad | None = None  # the newest one
+        self._gates = self._make_gates(lanes) if isinstance(lanes, CudaLanes) else None
+
+    @classmethod
+    def over(
+        cls,
+        records: torch.Tensor,
+        layers: Sequence[torch.Tensor],
+        lanes: Lanes,
+        *,
+        group_size: int = DEFAULT_GROUP_SIZE,
+        window_bytes: int = DEFAULT_WINDOW_BYTES,
+        deadline_s: float = DEFAULT_DEADLINE_S,
+    ) -> LayerPipeline:
+        """Between these records and pages: see `PageCopies`, and the constructor.
+
+        Raises: `ConnectorError`, `ConfigError`.
+        """
+        copies = LaneCopies(*(PageCopies(records, layers) for _ in LaneCopies._fields))
+        return cls(
+            lanes,
+            copies,
+            group_size=group_size,
+            window_bytes=window_bytes,
+            deadline_s=deadline_s,
+        )
+
+    def _make_gates(self, lanes: CudaLanes) -> PipelineGates:
+        num_groups = -(-self._copies.num_layers // self._group_size)
+        gates = [lanes.graph_gate() for _ in range(num_groups)]
+        return PipelineGates(gates, self._group_size)
+
+    @property
+    def layer_gates(self) -> LayerGates | None:
+        """Gates for captured graphs, one for each group; None if lanes are no streams."""
+        return self._gates
+
+    # ---------------------------------------------------------------- within the step
+
+    def submit_load(self, parts: Sequence[Sequence[Run]], step_id: int) -> PipelinedLoad:
+        """Load the runs of all parts within step `step_id`, and arm its gates.
+
+        The load before must be done, or its step over. What goes wrong is in `errors`, part by
+        part; never raises for it.
+        """
+        runs = [tuple(part) for part in parts]
+        load = PipelinedLoad(self._copies, runs, self._group_size, self.watch)
+        self._load = load
+        if self._compute is not None:
+            # What was queued before may still write to the blocks: zeros, for instance.
+            self._lane.wait(self._compute.record())
+        try:
+            for group in range(load.num_groups):
+                load.gates.append(self._lane.submit(functools.partial(load.copy_group, group)))
+                self._arm(group, step_id)
+        except (LaneFullError, LaneClosedError) as error:
+            load.give_up(error)
+        return load
+
+    def _arm(self, group: int, step_id: int) -> None:
+        if self._gates is not None and isinstance(self._lane, CudaLane):
+            self._lane.arm(self._gates.gates[group], step_id)
+
+    def wait(self, layer: int) -> None:
+        """Let the step wait until what it loads of `layer` is in the pages, or has failed.
+
+        Nothing if nothing is loaded. May be repeated.
+        """
+        load, group = self._load, layer // self._group_size
+        if load is None or group in load.groups_passed or group >= len(load.gates):
+            return
+        load.groups_passed.add(group)
+        gate = load.gates[group]
+        if self._compute is not None:
+            has_come = self._compute.wait(gate, self._deadline_s)
+        else:
+            has_come = gate.wait(self._deadline_s)
+        if not has_come:
+            load.give_up(
+                ConnectorError(
+                    f"layer {layer} was not loaded within {self._deadline_s:g} s: its blocks are"
+                    " computed instead. Is the machine busy with other things?"
+                )
+            )
+        elif gate.error is not None:
+            load.fail(gate.error)
+
+    def finish_step(self) -> None:
+        """The step is over: `errors` of its load are final when this returns.
+
+        On a GPU they are so anyway. Elsewhere the host waits for what no layer has waited for.
+        """
+        if self._compute is None:
+            for layer in range(0, self._copies.num_layers, self._group_size):
+                self.wait(layer)
+
+    # ---------------------------------------------------------------- beside the steps
+
+    def submit_bulk(self, runs: Sequence[Run]) -> FedTransfer:
+        """Load these beside the steps, behind the loads that came before.
+
+        Raises: `ConnectorError` if `runs` do not fit.
+        """
+        load = self._bulk.add(tuple(runs), self.record_compute())
+        self.poll()
+        return load
+
+    def submit_save(self, runs: Sequence[Run], after: Gate | None = None) -> FedTransfer:
+        """Save these beside the steps, when `after`, a gate of `record_compute`, has opened.
+
+        Raises: `ConnectorError` if `runs` do not fit.
+        """
+        save = self._store.add(tuple(runs), after)
+        self.poll()
+        return save
+
+    def record_compute(self) -> Gate | None:
+        """A gate behind all that steps have queued so far; None where nothing is queued."""
+        return None if self._compute is None else self._compute.record()
+
+    def fence(self, save: FedTransfer) -> None:
+        """When this returns, what is computed from now on may overwrite the blocks of `save`.
+
+        What of it is not queued on the device is given up, which fails it. On a GPU the compute
+        stream waits for the rest, and the host for nothing.
+        """
+        save.give_up()
+        if self._compute is not None and save.last_gate is not None:
+            self._compute.wait(save.last_gate)
+
+    def poll(self) -> None:
+        """Move on what goes on beside the steps. Never waits."""
+        if self._bulk.is_idle and self._store.is_idle:
+            return
+        may_feed = self._load is None or self._load.is_done
+        self._bulk.poll(may_feed=may_feed)
+        self._store.poll(may_feed=may_feed)
+
+    def close(self, timeout_s: float = DEFAULT_DEADLINE_S) -> bool:
+        """Give up what has not begun, and end the lanes; False if one took longer than that.
+
+        After it, all that was submitted is done unless a lane hangs. May be repeated.
+        """
+        if self._load is not None:
+            self._load.give_up(LaneClosedError("the pipeline was closed before this was loaded."))
+        ended = [self._bulk.close(timeout_s), self._store.close(timeout_s)]
+        return all((*ended, self._lane.close(timeout_s)))
+
+
+class PipelineGates:
+    """`LayerGates` of a pipeline: layers of a group share one. Device thread."""
+
+    def __init__(self, gates: Sequence[GraphGate], group_size: int) -> None:
+        """One gate for each group."""
+        self.gates = gates
+        self._group_size = group_size
+
+    def wait_here(self, layer: int) -> None:
+        """See `LayerGates`: the first layer of a group waits for all of it."""
+        group, place = divmod(layer, self._group_size)
+        if place == 0:
+            self.gates[group].wait_here()
+
+    def are_armed(self, step_id: int) -> bool:
+        """See `LayerGates`."""
+        return all(gate.armed_for == step_id for gate in self.gates)

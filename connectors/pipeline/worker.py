@@ -1,0 +1,315 @@
+"""PipelineConnector's worker side: one step's orders after another. Device thread.
+
+Nothing here waits for a GPU, but `handshake` and `close`. On a CPU a layer waits for its load.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, NamedTuple
+
+from interlace.connectors.pipeline.layer_pipeline import (
+    DEFAULT_WINDOW_BYTES,
+    FedTransfer,
+    LayerPipeline,
+    PipelinedLoad,
+)
+from interlace.connectors.pipeline.messages import (
+    Load,
+    LoadSample,
+    PipelineHandshake,
+    PipelineMetadata,
+    PipelineReport,
+    Save,
+)
+from interlace.connectors.pipeline.options import PipelineOptions
+from interlace.connectors.pipeline.records import HostRecords
+from interlace.connectors.pipeline.worker_samples import StepSampler
+from interlace.engine.errors import ConnectorError
+from interlace.engine.ports import Lanes, LayerGates
+from interlace.layers.cuda_lanes import CudaLanes
+from interlace.layers.cuda_streams import CudaStreams
+
+if TYPE_CHECKING:
+    import torch
+
+_CLOSE_S = 10.0
+
+
+class PipelineWorker:
+    """What the hooks of the worker side do. They may come repeatedly, or not at all: a step begins
+    once, however it is told, and what its forward should have begun begins with its reports."""
+
+    def __init__(
+        self,
+        options: PipelineOptions,
+        lanes: Lanes,
+        *,
+        window_bytes: int = DEFAULT_WINDOW_BYTES,
+    ) -> None:
+        """`lanes` are for pages in host memory; for pages on a GPU, `register` makes streams.
+
+        `window_bytes`: see `LayerPipeline`.
+        """
+        self._options = options
+        self._lanes = lanes
+        self._window_bytes = window_bytes
+        self._opened: _Opened | None = None
+        self._begun: PipelineMetadata | None = None
+        self._unsent: tuple[Save, ...] = ()  # saves of this step, until its forward is queued
+        self._step_loads: list[_StepLoad] = []
+        self._bulk_loads: list[_BulkLoad] = []
+        self._saves: dict[int, FedTransfer] = {}
+        self._sent: set[str] = set()
+        self._invalid: set[int] = set()
+        self._loaded: set[str] = set()
+        self._failed_saves: set[int] = set()
+
+    # ---------------------------------------------------------------- once
+
+    def register(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
+        """Layer name -> its pages, in order of depth. Makes the records, and the lanes.
+
+        Raises: `ConfigError` if there is no memory for records; `ConnectorError` for pages that
+        records cannot hold.
+        """
+        layers = list(kv_caches.values())
+        first = layers[0]
+        page_bytes = first[0].numel() * first.itemsize
+        records = HostRecords.allocate(
+            self._options.host_bytes, (len(layers), page_bytes), first.device
+        )
+        lanes = self._lanes
+        if first.device.type == "cuda" and not isinstance(lanes, CudaLanes):
+            lanes = CudaLanes(CudaStreams(first.device))
+        try:
+            pipeline = LayerPipeline.over(
+                records.tensor,
+                layers,
+                lanes,
+                group_size=self._options.group_size,
+                window_bytes=self._window_bytes,
+            )
+        except BaseException:
+            records.close()
+            raise
+        self.attach(records, pipeline, list(kv_caches))
+
+    def attach(self, records: HostRecords, pipeline: LayerPipeline, layer_names: list[str]) -> None:
+        """In place of `register`: with a pipeline over these records that was made elsewhere."""
+        places = {name: layer for layer, name in enumerate(layer_names)}
+        self._opened = _Opened(records, pipeline, places, StepSampler(pipeline.watch))
+
+    @property
+    def _open(self) -> _Opened:
+        if self._opened is None:
+            raise ConnectorError(
+                "PipelineConnector's worker side has no pages: call register_kv_caches before the"
+                " other hooks, and none after shutdown."
+            )
+        return self._opened
+
+    def handshake(self) -> PipelineHandshake:
+        """What there is, and how fast it loads: measures that."""
+        records = self._open.records
+        return PipelineHandshake(
+            records.num_records, records.record_bytes, records.measure_load_rate()
+        )
+
+    @property
+    def layer_gates(self) -> LayerGates | None:
+        """For captured graphs; None on a CPU."""
+        return self._open.pipeline.layer_gates
+
+    # ---------------------------------------------------------------- every step
+
+    def handle_preemptions(self, metadata: PipelineMetadata) -> None:
+        """What is computed from now on may overwrite the blocks of the fenced saves.
+
+        Waits on a CPU for one copy at most, on a GPU for nothing: there the step waits.
+        """
+        for save_id in metadata.fences:
+            save = self._saves.get(save_id)
+            if save is not None:
+                self._open.pipeline.fence(save)
+
+    def start(
+        self, metadata: PipelineMetadata, num_tokens: int = 0, num_context_tokens: int = 0
+    ) -> None:
+        """Begin a step, unless it has begun: queue its loads.
+
+        `num_tokens`, `num_context_tokens`: as in `StepSample`; 0 if the step is not to be a sample.
+        """
+        if metadata is self._begun:
+            return
+        opened = self._open
+        self._send_saves()  # of the step before, if its forward was never told of
+        self._begun = metadata
+        self._unsent = metadata.saves
+        self._sent |= metadata.release
+        within = [load for load in metadata.loads if not load.is_async]
+        if within:
+            pipelined = opened.pipeline.submit_load(
+                [load.runs for load in within], metadata.step_id
+            )
+            self._step_loads.append(_StepLoad(within, pipelined))
+        for load in metadata.loads:
+            if load.is_async:
+                self._start_bulk(load)
+        opened.pipeline.poll()
+        if within or not num_tokens:
+            opened.sampler.forget()
+        else:
+            opened.sampler.begin(num_tokens, num_context_tokens)
+
+    def _start_bulk(self, load: Load) -> None:
+        try:
+            transfer = self._open.pipeline.submit_bulk(load.runs)
+        except ConnectorError as error:
+            self._bulk_loads.append(_BulkLoad(load, None, error))
+            return
+        self._bulk_loads.append(_BulkLoad(load, transfer, None))
+
+    def wait_for_layer(self, layer_name: str) -> None:
+        """Let the step wait until what it loads of the layer is in its pages, or has failed."""
+        layer = self._open.layers.get(layer_name)
+        if layer is not None:
+            self._open.pipeline.wait(layer)
+
+    def finish_forward(self) -> None:
+        """The forward is queued: its saves begin behind it."""
+        self._open.sampler.end()
+        self._send_saves()
+
+    def _send_saves(self) -> None:
+        saves, self._unsent = self._unsent, ()
+        if not saves:
+            return
+        pipeline = self._open.pipeline
+        after = pipeline.record_compute()
+        for save in saves:
+            try:
+                self._saves[save.save_id] = pipeline.submit_save(save.runs, after)
+            except ConnectorError:  # it does not fit: the scheduler side hears of it
+                self._failed_saves.add(save.save_id)
+
+    # ---------------------------------------------------------------- reports
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        """(held requests whose saves have ended, requests whose asynchronous load has).
+
+        Blocks of loads that failed come out of `take_invalid` from then on.
+        """
+        self._open.pipeline.poll()
+        sent, self._sent = self._sent, set()
+        ended = [one for one in self._bulk_loads if one.is_done]
+        self._bulk_loads = [one for one in self._bulk_loads if not one.is_done]
+        received = {one.load.request_id for one in ended}
+        self._loaded |= received
+        for one in ended:
+            if one.error is not None:
+                self._invalid |= _block_ids(one.load)
+        return sent or None, received or None
+
+    def take_invalid(self) -> set[int]:
+        """The step is over: blocks that its loads, or those just received, did not fill."""
+        self._open.pipeline.finish_step()
+        for step_load in self._step_loads:
+            self._invalid |= step_load.take_invalid()
+        invalid, self._invalid = self._invalid, set()
+        return invalid
+
+    def report(self) -> PipelineReport | None:
+        """What the scheduler side is to know of this step; None if there is nothing."""
+        opened = self._open
+        self._send_saves()
+        opened.sampler.forget()  # a step without forward
+        opened.pipeline.poll()
+        copied, failed = self._take_ended_saves()
+        loads = self._take_ended_loads()
+        loaded, self._loaded = frozenset(self._loaded), set()
+        report = PipelineReport(copied, failed, loaded, opened.sampler.take(), loads)
+        return None if report == PipelineReport() else report
+
+    def _take_ended_saves(self) -> tuple[frozenset[int], frozenset[int]]:
+        """(well, badly)."""
+        ended = {number: save for number, save in self._saves.items() if save.is_done}
+        for number in ended:
+            del self._saves[number]
+        failed = {number for number, save in ended.items() if save.error is not None}
+        unsent, self._failed_saves = self._failed_saves, set()
+        return frozenset(ended.keys() - failed), frozenset(failed | unsent)
+
+    def _take_ended_loads(self) -> tuple[LoadSample, ...]:
+        """Take note of loads within a step that have ended; how long they took."""
+        samples: list[LoadSample] = []
+        under_way: list[_StepLoad] = []
+        for one in self._step_loads:
+            if not one.pipelined.is_done:
+                under_way.append(one)
+                continue
+            self._loaded |= {load.request_id for load in one.loads}
+            self._invalid |= one.take_invalid()
+            stats = one.pipelined.stats
+            if stats.seconds is not None and not any(one.pipelined.errors):
+                samples.append(LoadSample(stats.num_bytes, stats.seconds))
+        self._step_loads = under_way
+        return tuple(samples)
+
+    def close(self) -> None:
+        """Give up what has not begun, wait for what has, and let go of the records. May be
+        repeated."""
+        opened, self._opened = self._opened, None
+        if opened is not None:
+            opened.pipeline.close(_CLOSE_S)
+            opened.records.close()
+
+
+class _Opened(NamedTuple):
+    """What there is once pages are known."""
+
+    records: HostRecords
+    pipeline: LayerPipeline
+    layers: dict[str, int]
+    """Name -> place in the records."""
+    sampler: StepSampler
+
+
+class _StepLoad:
+    """What a step loads within itself, and for whom."""
+
+    def __init__(self, loads: list[Load], pipelined: PipelinedLoad) -> None:
+        self.loads = loads
+        self.pipelined = pipelined
+        self._is_judged = False
+
+    def take_invalid(self) -> set[int]:
+        """Blocks of the loads that failed, once: the step that loads them is over."""
+        if self._is_judged:
+            return set()
+        self._is_judged = True
+        results = zip(self.loads, self.pipelined.errors, strict=True)
+        return {i for load, error in results if error is not None for i in _block_ids(load)}
+
+
+class _BulkLoad(NamedTuple):
+    """A load beside the steps."""
+
+    load: Load
+    transfer: FedTransfer | None
+    """None if it was refused."""
+    refused: ConnectorError | None
+
+    @property
+    def is_done(self) -> bool:
+        """Whether it touches nothing any more."""
+        return self.transfer is None or self.transfer.is_done
+
+    @property
+    def error(self) -> BaseException | None:
+        """Why it failed."""
+        return self.refused if self.transfer is None else self.transfer.error
+
+
+def _block_ids(load: Load) -> set[int]:
+    return {run.block_id + i for run in load.runs for i in range(run.num_blocks)}

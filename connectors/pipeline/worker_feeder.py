@@ -1,0 +1,247 @@
+"""Transfers that go on beside the steps, fed to their lane in slices. Device thread.
+
+What is on a stream cannot be taken back, and copies that come later share the link with it. So no
+more than a window of bytes is queued at a time, and nothing more while others are in a hurry.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import NamedTuple, Protocol, TypeAlias
+
+from interlace.connectors.pipeline.worker_times import Stopwatch, TransferMeter, TransferStats
+from interlace.engine.errors import ConnectorError, LaneClosedError, LaneFullError
+from interlace.engine.ports import Gate, Lane
+from interlace.layers.lane_queue import without_frames
+from interlace.layers.page_copies import Copied, Run, Runs, cut_runs
+
+_SLICES_PER_WINDOW = 4
+_MOST_WORKS = 256
+"""On the lane at a time: slices may be much smaller than a window allows."""
+
+CopyLayer: TypeAlias = Callable[[int, Runs], Copied]
+"""Copies one layer of some runs: `PageCopies.load` or `save`."""
+
+
+class Copies(Protocol):
+    """`PageCopies`, as far as lanes ask for it."""
+
+    @property
+    def num_layers(self) -> int:
+        """Layers with pages."""
+        ...
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one block of one layer."""
+        ...
+
+    def prepare(self, runs: list[Run] | tuple[Run, ...]) -> Runs:
+        """Runs that fit. Raises: `ConnectorError`."""
+        ...
+
+    def load(self, layer: int, runs: Runs) -> Copied:
+        """From records into pages."""
+        ...
+
+    def save(self, layer: int, runs: Runs) -> Copied:
+        """From pages into records."""
+        ...
+
+
+class _Slice(NamedTuple):
+    """One work."""
+
+    first_layer: int
+    end_layer: int
+    runs: Runs
+    num_bytes: int
+
+
+class FedTransfer:
+    """One transfer of whole records. Its works copy part by part, each part over all layers."""
+
+    def __init__(
+        self,
+        copies: Copies,
+        copy_layer: CopyLayer,
+        runs: tuple[Run, ...],
+        after: Gate | None,
+        slice_bytes: int,
+        watch: Stopwatch,
+    ) -> None:
+        """For `Feeder`. Raises: `ConnectorError` if `runs` do not fit."""
+        self.after = after
+        self.slices = _cut(copies, runs, slice_bytes)
+        self.num_fed = 0
+        """Slices on the lane, or past it."""
+        self.last_gate: Gate | None = None
+        """Of the slice that was fed last."""
+        self._copy_layer = copy_layer
+        self._num_slices = len(self.slices)
+        self._num_run = 0
+        self._num_ended = 0
+        self._error: BaseException | None = None
+        self._is_given_up = False
+        self._lock = threading.Lock()  # held while a slice is copied
+        self._meter = TransferMeter(watch)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether it will touch neither pages nor records any more."""
+        return not self.slices and self._num_ended == self.num_fed
+
+    @property
+    def error(self) -> BaseException | None:
+        """Why not everything was copied; None while it goes well."""
+        return self._error
+
+    @property
+    def stats(self) -> TransferStats:
+        """What was copied so far."""
+        return self._meter.stats()
+
+    def give_up(self) -> None:
+        """Copy nothing that has not been begun, nor queued on a device: it fails, unless that is
+        nothing. In host memory nothing is copied any more when this returns: it waits for the one
+        copy under way."""
+        with self._lock:
+            if self._num_run < self._num_slices:
+                self._is_given_up = True
+                self._error = self._error or ConnectorError(
+                    "the transfer was given up, since its blocks are handed on: copy them again"
+                )
+            self.slices.clear()
+
+    def fail(self, error: BaseException) -> None:
+        """For `Feeder`: nothing more of it can be queued."""
+        self._error = self._error or error
+        self.slices.clear()
+
+    def note_ended(self, gate: Gate) -> None:
+        """For `Feeder`: a slice has ended."""
+        self._num_ended += 1
+        if gate.error is not None:
+            self.fail(gate.error)
+        elif self._error is not None:
+            self.slices.clear()
+
+    def copy(self, one: _Slice) -> None:
+        """The work of one slice, on the lane. What a copy raises becomes `error`."""
+        with self._lock:
+            if self._is_given_up or self._error is not None:
+                return
+            self._meter.begin()
+            try:
+                for layer in range(one.first_layer, one.end_layer):
+                    self._meter.add(self._copy_layer(layer, one.runs))
+            except Exception as error:  # noqa: BLE001 - whatever it is, this transfer has failed
+                self._error = without_frames(error, "of a transfer")
+                return
+            self._num_run += 1
+            if self._num_run == self._num_slices:
+                self._meter.end()
+
+
+class Feeder:
+    """Feeds one lane, in the order in which transfers came.
+
+    Its queue is bounded by what there is to copy: each transfer has records of its own.
+    """
+
+    def __init__(
+        self,
+        lane: Lane,
+        copies: Copies,
+        copy_layer: CopyLayer,
+        *,
+        window_bytes: int,
+        watch: Stopwatch,
+    ) -> None:
+        self.lane = lane
+        self._copies = copies
+        self._copy_layer = copy_layer
+        self._window_bytes = window_bytes
+        self._slice_bytes = max(1, window_bytes // _SLICES_PER_WINDOW)
+        self._watch = watch
+        self._waiting: deque[FedTransfer] = deque()
+        self._fed: deque[tuple[FedTransfer, Gate, int]] = deque()
+        self._fed_bytes = 0
+
+    def add(self, runs: tuple[Run, ...], after: Gate | None = None) -> FedTransfer:
+        """A transfer that begins, when it is its turn, behind `after`. `poll` moves it on.
+
+        Raises: `ConnectorError` if `runs` do not fit.
+        """
+        transfer = FedTransfer(
+            self._copies, self._copy_layer, runs, after, self._slice_bytes, self._watch
+        )
+        self._waiting.append(transfer)
+        return transfer
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing waits and nothing is on the lane."""
+        return not self._waiting and not self._fed
+
+    def poll(self, *, may_feed: bool) -> None:
+        """Take note of what has ended; feed more, if that is allowed, up to the window."""
+        while self._fed and self._fed[0][1].query():
+            transfer, gate, num_bytes = self._fed.popleft()
+            self._fed_bytes -= num_bytes
+            transfer.note_ended(gate)
+        while self._waiting and (transfer := self._waiting[0]):
+            if transfer.error is not None:
+                transfer.slices.clear()
+            if not transfer.slices:
+                self._waiting.popleft()
+            elif not (may_feed and self._has_room(transfer.slices[0])):
+                break
+            else:
+                self._feed(transfer)
+
+    def _has_room(self, one: _Slice) -> bool:
+        """Whether the window, and the lane, take one more. One slice always fits."""
+        fits = self._fed_bytes + one.num_bytes <= self._window_bytes
+        return not self._fed or (fits and len(self._fed) < _MOST_WORKS)
+
+    def _feed(self, transfer: FedTransfer) -> None:
+        if transfer.after is not None:
+            self.lane.wait(transfer.after)
+            transfer.after = None
+        one = transfer.slices[0]
+        try:
+            gate = self.lane.submit(lambda: transfer.copy(one))
+        except (LaneFullError, LaneClosedError) as error:
+            transfer.fail(error)
+            return
+        transfer.slices.popleft()
+        transfer.num_fed += 1
+        transfer.last_gate = gate
+        self._fed.append((transfer, gate, one.num_bytes))
+        self._fed_bytes += one.num_bytes
+
+    def close(self, timeout_s: float) -> bool:
+        """Give up what waits, and end the lane; False if that takes longer than `timeout_s`."""
+        for transfer in (*self._waiting, *(fed[0] for fed in self._fed)):
+            transfer.give_up()
+        has_ended = self.lane.close(timeout_s)
+        self.poll(may_feed=False)
+        return has_ended
+
+
+def _cut(copies: Copies, runs: tuple[Run, ...], slice_bytes: int) -> deque[_Slice]:
+    """Slices of about `slice_bytes`, at least one page each: parts of the runs, all layers of one
+    before the next."""
+    slices: deque[_Slice] = deque()
+    copies.prepare(runs)  # refuses them as a whole
+    for part in cut_runs(runs, max(1, slice_bytes // copies.page_bytes)):
+        prepared = copies.prepare(part)
+        layer_bytes = prepared.num_blocks * copies.page_bytes
+        step = max(1, slice_bytes // layer_bytes)
+        for first in range(0, copies.num_layers, step):
+            end = min(first + step, copies.num_layers)
+            slices.append(_Slice(first, end, prepared, (end - first) * layer_bytes))
+    return slices

@@ -1,0 +1,94 @@
+"""What one step loads within itself: group of layers by group of layers, over all its requests."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+from interlace.connectors.pipeline.worker_feeder import Copies
+from interlace.connectors.pipeline.worker_times import Stopwatch, TransferMeter, TransferStats
+from interlace.engine.errors import ConnectorError
+from interlace.engine.ports import Gate
+from interlace.layers.lane_queue import without_frames
+from interlace.layers.page_copies import Run, Runs
+
+
+class PipelinedLoad:
+    """One load of several parts, a part a request: one that fails leaves the others alone.
+
+    Made and asked on the device thread; its works run on the load lane.
+    """
+
+    def __init__(
+        self, copies: Copies, parts: Sequence[tuple[Run, ...]], group_size: int, watch: Stopwatch
+    ) -> None:
+        """For `LayerPipeline`. A part whose runs do not fit has failed."""
+        self.errors: list[BaseException | None] = [None] * len(parts)
+        """Of each part, why it is not in the pages. Final when its last group's gate has opened; on
+        a GPU as soon as it was submitted."""
+        self.gates: list[Gate] = []
+        """Of each group that was submitted."""
+        self.groups_passed: set[int] = set()
+        """Those for which the step waits already."""
+        self._copies = copies
+        self._group_size = group_size
+        self._lock = threading.Lock()  # held while a group is copied
+        self._is_given_up = False
+        self._meter = TransferMeter(watch)
+        self._runs: list[Runs | None] = [self._prepared(i, part) for i, part in enumerate(parts)]
+
+    def _prepared(self, part: int, runs: tuple[Run, ...]) -> Runs | None:
+        try:
+            return self._copies.prepare(runs)
+        except ConnectorError as error:
+            self.errors[part] = error
+            return None
+
+    @property
+    def num_groups(self) -> int:
+        """Works that it takes: none if there is nothing to copy."""
+        if not any(runs is not None and runs.num_blocks for runs in self._runs):
+            return 0
+        return -(-self._copies.num_layers // self._group_size)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether it touches neither pages nor records any more. Never waits."""
+        return not self.gates or self.gates[-1].query()
+
+    @property
+    def stats(self) -> TransferStats:
+        """What was copied so far."""
+        return self._meter.stats()
+
+    def copy_group(self, group: int) -> None:
+        """The work of one group, on the lane: layer by layer, over all parts."""
+        first = group * self._group_size
+        end = min(first + self._group_size, self._copies.num_layers)
+        with self._lock:
+            if self._is_given_up:
+                return
+            self._meter.begin()
+            for layer in range(first, end):
+                for part, runs in enumerate(self._runs):
+                    if runs is not None and self.errors[part] is None:
+                        self._copy(part, layer, runs)
+            if end == self._copies.num_layers:
+                self._meter.end()
+
+    def _copy(self, part: int, layer: int, runs: Runs) -> None:
+        try:
+            self._meter.add(self._copies.load(layer, runs))
+        except Exception as error:  # noqa: BLE001 - whatever it is, this part has failed
+            self.errors[part] = without_frames(error, "of a load")
+
+    def fail(self, error: BaseException) -> None:
+        """All parts that have not failed yet have now."""
+        self.errors = [one or error for one in self.errors]
+
+    def give_up(self, error: BaseException) -> None:
+        """Copy nothing more. In host memory nothing is copied any more when this returns: it waits
+        for the one group under way."""
+        with self._lock:
+            self._is_given_up = True
+            self.fail(error)

@@ -1,0 +1,107 @@
+"""How long work took on its lane: by a clock on the host, or by events on a GPU."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from interlace.layers.page_copies import Copied, CopyWay
+
+
+class Stopwatch(Protocol):
+    """Marks moments of whatever the current thread, or the current stream, works on."""
+
+    def mark(self) -> Any:
+        """The moment when what was queued so far has ended."""
+        ...
+
+    def seconds(self, begin: Any, end: Any) -> float | None:
+        """Between two marks; None if they have not both passed. Never waits."""
+        ...
+
+
+class ClockStopwatch:
+    """Where work is done when it was called."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        """`clock`: seconds."""
+        self._clock = clock
+
+    def mark(self) -> float:
+        """Now. Any thread."""
+        return self._clock()
+
+    def seconds(self, begin: float, end: float) -> float | None:
+        """See `Stopwatch`."""
+        return end - begin
+
+
+class EventStopwatch:
+    """Marks are events on the current stream. Device thread."""
+
+    def mark(self) -> Any:
+        """See `Stopwatch`."""
+        import torch
+
+        event: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+    def seconds(self, begin: Any, end: Any) -> float | None:
+        """See `Stopwatch`."""
+        if not (begin.query() and end.query()):
+            return None
+        return float(begin.elapsed_time(end)) / 1000
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TransferStats:
+    """What became of one transfer, as far as it has come."""
+
+    ways: frozenset[CopyWay]
+    num_copies: int
+    num_bytes: int
+    seconds: float | None
+    """From its first copy to its last one, on its lane; None until that has ended."""
+
+    @property
+    def gb_per_s(self) -> float | None:
+        """10^9 bytes per second; None until it has ended."""
+        return self.num_bytes / self.seconds / 1e9 if self.seconds else None
+
+
+class TransferMeter:
+    """Adds up what a transfer's works copy. One work at a time."""
+
+    def __init__(self, watch: Stopwatch) -> None:
+        self._watch = watch
+        self._ways: set[CopyWay] = set()
+        self._num_copies = 0
+        self._num_bytes = 0
+        self._begin: Any = None
+        self._end: Any = None
+        self._seconds: float | None = None
+
+    def begin(self) -> None:
+        """The first work begins; what comes later changes nothing."""
+        if self._begin is None:
+            self._begin = self._watch.mark()
+
+    def end(self) -> None:
+        """The last work was queued."""
+        self._end = self._watch.mark()
+
+    def add(self, copied: Copied) -> None:
+        """A work copied this."""
+        self._ways.add(copied.way)
+        self._num_copies += copied.num_copies
+        self._num_bytes += copied.num_bytes
+
+    def stats(self) -> TransferStats:
+        """So far."""
+        if self._seconds is None and self._begin is not None and self._end is not None:
+            self._seconds = self._watch.seconds(self._begin, self._end)
+        return TransferStats(
+            frozenset(self._ways), self._num_copies, self._num_bytes, self._seconds
+        )
