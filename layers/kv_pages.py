@@ -4,8 +4,8 @@ In each layout a layer's pages have the shape `[block][K,V][token][kv head][head
 strides say how they lie (`layers/attention_backend.py`).
 
 Block 0 is the null block; its pages are zero and stay so. Slots that hold no token are never
-attended to, but a kernel may read them, so a block is zeroed where its filling begins: a masked
-slot then holds a number, whatever the block's last owner left there. Device thread. On a GPU all is
+attended to, but a kernel of the CPU may read them: so a block that a load fills only in part is
+zeroed before, and a masked slot holds a number. Device thread. On a GPU all is
 queued, and nothing waits.
 """
 
