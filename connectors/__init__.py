@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from interlace.connectors.example_hidden_states_connector import ExampleHiddenStatesConnector
     from interlace.connectors.factory import KVConnectorFactory
     from interlace.connectors.multi_connector import MultiConnector
+    from interlace.connectors.pipeline.layer_pipeline import LayerPipeline
+    from interlace.connectors.pipeline_connector import PipelineConnector
     from interlace.engine.kv_connector import (
         KVConnectorHandshakeMetadata,
         KVConnectorMetadata,
@@ -39,7 +41,9 @@ _HOMES = {
     "ExampleConnector": "interlace.connectors.example_connector",
     "ExampleHiddenStatesConnector": "interlace.connectors.example_hidden_states_connector",
     "KVConnectorFactory": "interlace.connectors.factory",
+    "LayerPipeline": "interlace.connectors.pipeline.layer_pipeline",
     "MultiConnector": "interlace.connectors.multi_connector",
+    "PipelineConnector": "interlace.connectors.pipeline_connector",
     "ThreadLanes": "interlace.layers.lanes",
     "VirtualLanes": "interlace.layers.virtual_lanes",
     **dict.fromkeys(
@@ -80,7 +84,9 @@ __all__ = [
     "KVConnectorWorkerMetadata",
     "Lane",
     "Lanes",
+    "LayerPipeline",
     "MultiConnector",
+    "PipelineConnector",
     "SupportsHMA",
     "ThreadLanes",
     "VirtualLanes",

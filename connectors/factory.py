@@ -46,6 +46,7 @@ _BUILT_IN = {
         "interlace.connectors.example_hidden_states_connector", "ExampleHiddenStatesConnector"
     ),
     "MultiConnector": _Home("interlace.connectors.multi_connector", "MultiConnector"),
+    "PipelineConnector": _Home("interlace.connectors.pipeline_connector", "PipelineConnector"),
     "ScriptedConnector": _Home("interlace.connectors.conformance.scripted", "ScriptedConnector"),
 }
 _NOT_THERE_YET = frozenset(

@@ -152,7 +152,7 @@ class SavePlanner:
         tracked.open_saves.add(save_id)
 
     def _allocate(self, hashes: Sequence[bytes], begin: int, end: int) -> list[int] | None:
-        """Records behind that of the block before, if possible. The request's own stored blocks stay."""
+        """Behind the record of the block before, if possible. What the request has stored stays."""
         num_evicted = self._index.num_evicted
         must_evict = end - begin > self._index.num_free
         records = self._index.allocate(

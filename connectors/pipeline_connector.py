@@ -1,0 +1,275 @@
+"""PipelineConnector: KV in host memory that comes back while the layers before it compute.
+
+    EngineConfig(kv_transfer_config=KVTransferConfig(
+        kv_connector="PipelineConnector", kv_role="kv_both", kv_load_failure_policy="recompute",
+        kv_connector_extra_config={"host_bytes": 8 << 30}))
+
+**What it stores**: every full block of prompts and answers, as a record over all layers, in
+`host_bytes` of host memory that is pinned beside a GPU. Records go least recently used first, of a
+prefix its tail first. Nothing survives the engine.
+
+**When it loads**: `load_mode` says, or per request the rates measured on this machine. Within the
+step, layer by layer: the request computes at once, and each group of `group_size` layers waits at
+its own gate until its KV is there, in captured graphs too. In bulk, beside the steps, before the
+request joins the batch. Or not at all, where computing is sooner. Blocks hit in any whole number;
+one token at least is left to compute.
+
+**What it guarantees**:
+
+- Nothing is visible to anyone before the step that computed it was applied with no bad block
+  beneath.
+- A step waits for loads within itself alone, and where the connector chooses, its requests together
+  not longer than `max_load_stall_ms`, as far as the rates can tell.
+- Saves are copied beside later steps. A preemption waits until its blocks are no longer read.
+- A copy that fails costs a save or a recompute, never an answer.
+- A record that a load reads is not given to another block.
+
+Read on in this order:
+
+    pipeline/messages.py     what the two sides tell each other
+    pipeline/scheduler.py    what is promised, and which records are loaded where
+    pipeline/rates.py        how long loads and steps take, and the choice between the ways
+    pipeline/planner.py      which blocks are saved, and when they become visible
+    pipeline/host_index.py   which record holds which block, and which goes
+    pipeline/worker.py       the steps of the worker side
+    pipeline/layer_pipeline.py   copies, layer by layer or in bulk
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from interlace.connectors.base import CheckSetup, KVConnectorBase_V1
+from interlace.connectors.pipeline.messages import PipelineHandshake, PipelineMetadata
+from interlace.connectors.pipeline.options import PipelineOptions
+from interlace.connectors.pipeline.sched_stats import PipelineStats
+from interlace.connectors.pipeline.scheduler import PipelineScheduler, SchedulerSettings
+from interlace.engine.config import EngineConfig
+from interlace.engine.errors import ConfigError, ConnectorError
+from interlace.engine.kv_connector import (
+    KVCacheBlocks,
+    KVCacheConfig,
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorOutput,
+    KVConnectorRole,
+    KVConnectorWorkerMetadata,
+)
+from interlace.engine.kv_connector_stats import KVConnectorStats
+from interlace.engine.ports import LayerGates
+from interlace.engine.request import Request
+from interlace.engine.scheduler_output import SchedulerOutput
+
+if TYPE_CHECKING:
+    import torch
+
+    from interlace.connectors.pipeline.worker import PipelineWorker
+    from interlace.layers.forward_context import ForwardContext
+
+CHECK_HOST_BYTES = 256 << 10
+"""Of `interlace check`'s tiny engines: under a hundred records, so that they are reused."""
+
+
+class PipelineConnector(KVConnectorBase_V1):
+    """See the module's docstring, and the base class for when each method is called.
+
+    Each instance has one side: `_scheduler` on the event loop, from the handshake on, or `_worker`
+    on the device thread.
+    """
+
+    def __init__(
+        self,
+        vllm_config: EngineConfig,
+        role: KVConnectorRole,
+        kv_cache_config: KVCacheConfig | None = None,
+    ) -> None:
+        """Raises: `ConfigError` for bad options, for several workers, for an engine that keeps
+        hidden states beside its KV, and on the worker side for memory that cannot be had."""
+        super().__init__(vllm_config, role, kv_cache_config)
+        _refuse_what_is_not_stored(vllm_config)
+        self.options = PipelineOptions.of(self._kv_transfer_config, kv_cache_config)
+        self._scheduler_side: PipelineScheduler | None = None
+        self._worker_side: PipelineWorker | None = None
+        if role is KVConnectorRole.WORKER:
+            self._make_worker_side()
+
+    def _make_worker_side(self) -> None:
+        from interlace.connectors.pipeline.worker import PipelineWorker
+
+        self._worker_side = PipelineWorker(self.options, self.lanes)
+
+    @property
+    def _scheduler(self) -> PipelineScheduler:
+        if self._scheduler_side is None:
+            raise ConnectorError(
+                "PipelineConnector's scheduler side does not know its records: it is used after"
+                " set_xfer_handshake_metadata, and on the side of the role SCHEDULER alone."
+            )
+        return self._scheduler_side
+
+    @property
+    def _worker(self) -> PipelineWorker:
+        assert self._worker_side is not None, "called on the scheduler side"
+        return self._worker_side
+
+    @property
+    def _metadata(self) -> PipelineMetadata:
+        metadata = self._get_connector_metadata()
+        assert isinstance(metadata, PipelineMetadata)
+        return metadata
+
+    # ---------------------------------------------------------------- scheduler side
+
+    def set_xfer_handshake_metadata(
+        self, metadata: dict[int, KVConnectorHandshakeMetadata]
+    ) -> None:
+        """Learn of the records. Raises: `ConnectorError` if no worker tells of any."""
+        handshake = metadata.get(0)
+        if not isinstance(handshake, PipelineHandshake) or handshake.num_records < 1:
+            raise ConnectorError(
+                f"PipelineConnector's worker side told of no records ({handshake!r}): both sides"
+                " must be of one version, and pages be registered before the handshake."
+            )
+        config = self._vllm_config
+        self._scheduler_side = PipelineScheduler(
+            handshake,
+            SchedulerSettings(
+                block_size=config.block_size,
+                max_step_tokens=config.scheduler_config.max_num_batched_tokens,
+                load_mode=self.options.load_mode,
+                max_stall_s=self.options.max_load_stall_ms / 1e3,
+                may_load=self._kv_transfer_config.is_kv_consumer,
+                may_save=self._kv_transfer_config.is_kv_producer,
+            ),
+        )
+
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        """From the index in memory; never None."""
+        return self._scheduler.get_num_new_matched_tokens(request, num_computed_tokens)
+
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
+        """Order the load of what was promised."""
+        self._scheduler.update_state_after_alloc(request, blocks, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> PipelineMetadata:
+        """Loads, saves and fences of this step."""
+        return self._scheduler.build_connector_meta(scheduler_output)
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        """A step was applied."""
+        self._scheduler.update_connector_output(connector_output)
+
+    def request_finished(
+        self, request: Request, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """True while a save of the request's blocks is open."""
+        return self._scheduler.request_finished(request, block_ids)
+
+    def reset_cache(self) -> None:
+        """Forget all that is stored."""
+        self._scheduler.reset_cache()
+
+    # ---------------------------------------------------------------- worker side
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """Make the records for these pages. Raises: `ConfigError` if there is no memory for them,
+        `ConnectorError` for pages that lie otherwise than records."""
+        self._worker.register(kv_caches)
+
+    def get_handshake_metadata(self) -> PipelineHandshake:
+        """How many records there are, and how fast they load."""
+        return self._worker.handshake()
+
+    def get_layer_gates(self) -> LayerGates | None:
+        """Those that captured graphs wait at; None where there are no graphs."""
+        return self._worker.layer_gates
+
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        """Wait for the fenced saves: the step hands their blocks on."""
+        assert isinstance(kv_connector_metadata, PipelineMetadata)
+        self._worker.handle_preemptions(kv_connector_metadata)
+
+    def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
+        """Queue the step's loads, those within it layer by layer."""
+        self._worker.start(self._metadata)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Let the layer wait at its gate."""
+        self._worker.wait_for_layer(layer_name)
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
+    ) -> None:
+        """Nothing: blocks are copied as wholes behind the forward."""
+
+    def wait_for_save(self) -> None:
+        """Queue the step's saves behind its forward. Waits for none of them: see `Save`."""
+        self._worker.finish_forward()
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        """Held requests without open saves, and asynchronous loads that have ended."""
+        return self._worker.get_finished(finished_req_ids)
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Blocks of loads whose copies failed."""
+        return self._worker.take_invalid()
+
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        """Saves and loads that have ended, and how long things took."""
+        return self._worker.report()
+
+    # ---------------------------------------------------------------- both
+
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        """What the scheduler side has counted since the last call: see `PipelineStats`; None on
+        the worker side, or if it is nothing."""
+        if self._scheduler_side is None:
+            return None
+        return self._scheduler_side.take_stats()
+
+    def shutdown(self) -> None:
+        """End the lanes, and let go of the records. A second call does nothing."""
+        worker, self._worker_side = self._worker_side, None
+        if worker is not None:
+            worker.close()
+
+    # ---------------------------------------------------------------- of the class
+
+    @classmethod
+    def check_setup(cls, scratch: Path) -> CheckSetup:
+        """Little memory, so that records are evicted."""
+        return CheckSetup({"host_bytes": CHECK_HOST_BYTES})
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: EngineConfig) -> str:
+        """Records hold blocks as "NHD" pages do."""
+        return "NHD"
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """False: it has gates, see `get_layer_gates`."""
+        return False
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> PipelineStats:
+        """Statistics of this kind that consist of a copy of `data`."""
+        return PipelineStats(data=dict(data or {}))
+
+
+def _refuse_what_is_not_stored(config: EngineConfig) -> None:
+    """Raises: `ConfigError`."""
+    if config.tensor_parallel_size > 1:
+        raise ConfigError(
+            "PipelineConnector works with one worker only: leave out tensor_parallel_size, or use"
+            " ExampleConnector."
+        )
+    if config.hidden_state_layer_ids:
+        raise ConfigError(
+            "PipelineConnector does not store hidden states, so prompts that it loads would lack"
+            " them: leave out hidden_state_layer_ids, or this connector."
+        )
