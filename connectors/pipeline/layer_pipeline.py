@@ -239,7 +239,7 @@ class LayerPipeline:
 
         After it, all that was submitted is done unless a lane hangs. May be repeated.
         """
-        if self._load is not None:
+        if self._load is not None and not self._load.is_done:
             self._load.give_up(LaneClosedError("the pipeline was closed before this was loaded."))
         ended = [self._bulk.close(timeout_s), self._store.close(timeout_s)]
         return all((*ended, self._lane.close(timeout_s)))

@@ -1,0 +1,395 @@
+"""LayerPipeline over virtual lanes and threads: bytes, order, failures, windows, the end."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from interlace.connectors.pipeline.layer_pipeline import LaneCopies, LayerPipeline, PipelinedLoad
+from interlace.connectors.pipeline.worker_feeder import FedTransfer
+from interlace.connectors.pipeline.worker_times import ClockStopwatch
+from interlace.engine.errors import ConfigError, ConnectorError, LaneClosedError
+from interlace.engine.ports import Lane, Lanes
+from interlace.layers.lanes import ThreadLanes
+from interlace.layers.page_copies import Copied, PageCopies, Run, Runs
+from interlace.layers.virtual_lanes import VirtualLanes
+
+PATIENCE_S = 20.0
+NUM_RECORDS, NUM_BLOCKS, NUM_LAYERS, PAGE_BYTES = 24, 32, 5, 32
+
+
+class Copies(PageCopies):
+    """Copies that call `before` first, which may raise or wait."""
+
+    def __init__(self, records: Tensor, layers: Sequence[Tensor]) -> None:
+        super().__init__(records, layers)
+        self.before: Callable[[int, Runs], None] = lambda layer, runs: None
+
+    def load(self, layer: int, runs: Runs) -> Copied:
+        self.before(layer, runs)
+        return super().load(layer, runs)
+
+    def save(self, layer: int, runs: Runs) -> Copied:
+        self.before(layer, runs)
+        return super().save(layer, runs)
+
+
+class Kit:
+    def __init__(
+        self,
+        lanes: Lanes,
+        *,
+        group_size: int = 2,
+        window_bytes: int = 1 << 20,
+        deadline_s: float = PATIENCE_S,
+    ) -> None:
+        random = torch.Generator().manual_seed(0)
+        shape = (NUM_LAYERS, PAGE_BYTES)
+        self.records = torch.randint(
+            0, 256, (NUM_RECORDS, *shape), dtype=torch.uint8, generator=random
+        )
+        self.layers = [
+            torch.randint(
+                0, 256, (NUM_BLOCKS, PAGE_BYTES), dtype=torch.uint8, generator=random
+            ).view(NUM_BLOCKS, 2, 2, 2, 4)
+            for _ in range(NUM_LAYERS)
+        ]
+        self.copies = Copies(self.records, self.layers)
+        self.pipeline = LayerPipeline(
+            lanes,
+            LaneCopies(self.copies, self.copies, self.copies),
+            group_size=group_size,
+            window_bytes=window_bytes,
+            deadline_s=deadline_s,
+            watch=ClockStopwatch(lambda: 0.0),
+        )
+        self.was_records = self.records.clone()
+        self.was_layers = [layer.clone() for layer in self.layers]
+
+    def is_loaded(self, layer: int, runs: Sequence[Run]) -> bool:
+        rows = self.layers[layer].view(NUM_BLOCKS, PAGE_BYTES)
+        return all(torch.equal(rows[b : b + n], self.records[r : r + n, layer]) for r, b, n in runs)
+
+    def is_untouched(self, blocks: Sequence[int]) -> bool:
+        return all(
+            torch.equal(now[block], was[block])
+            for now, was in zip(self.layers, self.was_layers, strict=True)
+            for block in blocks
+        )
+
+    def is_saved(self, runs: Sequence[Run]) -> bool:
+        return all(self.is_loaded(layer, runs) for layer in range(NUM_LAYERS))
+
+    def finish(self, transfer: FedTransfer) -> None:
+        """Poll until it is done, which takes a bounded number of times."""
+        for _ in range(10_000):
+            if transfer.is_done:
+                return
+            self.pipeline.poll()
+            if transfer.last_gate is not None:
+                transfer.last_gate.wait(PATIENCE_S)
+        raise AssertionError("it never ends")
+
+
+def blocks_of(runs: Sequence[Run]) -> set[int]:
+    return {block + i for _, block, count in runs for i in range(count)}
+
+
+@st.composite
+def some_parts(draw: st.DrawFn) -> list[list[Run]]:
+    """Parts whose blocks, and records, are all different."""
+    blocks = draw(st.permutations(range(1, NUM_BLOCKS)))
+    parts: list[list[Run]] = []
+    record = 0
+    for _ in range(draw(st.integers(1, 3))):
+        count = draw(st.integers(0, 8))
+        parts.append([(record + i, blocks[record + i], 1) for i in range(count)])
+        record += count
+    if draw(st.booleans()):
+        parts.append([(0, 1, 1)][: max(0, 1 - record)])
+    return parts
+
+
+policies = st.sampled_from(["seed", "eager", "lazy"])
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    policy=policies,
+    parts=some_parts(),
+    group_size=st.integers(1, 6),
+    num_polls=st.integers(0, 3),
+)
+def test_each_layer_is_there_when_its_wait_returns(
+    seed: int, policy: str, parts: list[list[Run]], group_size: int, num_polls: int
+) -> None:
+    kit = Kit(VirtualLanes(seed, policy), group_size=group_size)
+    load = kit.pipeline.submit_load(parts, 1)
+    for layer in range(NUM_LAYERS):
+        for _ in range(num_polls):
+            kit.pipeline.poll()
+        kit.pipeline.wait(layer)
+        kit.pipeline.wait(layer)
+        assert all(kit.is_loaded(layer, part) for part in parts)
+    kit.pipeline.finish_step()
+    assert load.is_done
+    assert load.errors == [None] * len(parts)
+    touched = {block for part in parts for block in blocks_of(part)}
+    assert kit.is_untouched([i for i in range(NUM_BLOCKS) if i not in touched])
+    num_bytes = len(touched) * NUM_LAYERS * PAGE_BYTES
+    assert load.stats.num_bytes == num_bytes
+    assert torch.equal(kit.records, kit.was_records)
+
+
+def test_threads_do_the_same() -> None:
+    kit = Kit(ThreadLanes())
+    parts = [[(0, 5, 3), (7, 20, 2)], [(3, 9, 4)]]
+    load = kit.pipeline.submit_load(parts, 1)
+    bulk = kit.pipeline.submit_bulk([(10, 1, 4)])
+    for layer in range(NUM_LAYERS):
+        kit.pipeline.wait(layer)
+        assert all(kit.is_loaded(layer, part) for part in parts)
+    assert load.errors == [None, None]
+    kit.finish(bulk)
+    assert kit.is_saved([(10, 1, 4)])
+    save = kit.pipeline.submit_save([(20, 25, 3)])
+    kit.finish(save)
+    assert save.error is None
+    assert kit.is_saved([(20, 25, 3)])
+    assert torch.equal(kit.layers[0][25:28], kit.was_layers[0][25:28])
+    assert kit.pipeline.close(PATIENCE_S)
+
+
+# ---------------------------------------------------------------- failures
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    policy=policies,
+    layer=st.integers(0, NUM_LAYERS - 1),
+    bad=st.integers(0, 2),
+)
+def test_a_copy_that_fails_fails_its_part_alone(
+    seed: int, policy: str, layer: int, bad: int
+) -> None:
+    kit = Kit(VirtualLanes(seed, policy))
+    parts: list[list[Run]] = [[(0, 1, 2)], [(4, 8, 3)], [(9, 20, 1)]]
+
+    def fail(at: int, runs: Runs) -> None:
+        if at == layer and list(runs.runs) == parts[bad]:
+            raise OSError("the memory is gone")
+
+    kit.copies.before = fail
+    load = kit.pipeline.submit_load(parts, 1)
+    for each in range(NUM_LAYERS):
+        kit.pipeline.wait(each)
+    kit.pipeline.finish_step()
+    assert [str(error) for error in load.errors] == [
+        "the memory is gone" if part == bad else "None" for part in range(3)
+    ]
+    assert all(kit.is_saved(part) for i, part in enumerate(parts) if i != bad)
+    error = load.errors[bad]
+    assert error is not None
+    assert error.__traceback__ is None
+
+
+def test_runs_that_do_not_fit_fail_their_part_and_copy_nothing_of_it() -> None:
+    kit = Kit(VirtualLanes(0))
+    load = kit.pipeline.submit_load([[(0, 1, 2), (23, 5, 2)], [(4, 8, 1)]], 1)
+    kit.pipeline.finish_step()
+    assert isinstance(load.errors[0], ConnectorError)
+    assert load.errors[1] is None
+    assert kit.is_untouched([1, 2, 5, 6])
+    with pytest.raises(ConnectorError, match="does not fit"):
+        kit.pipeline.submit_bulk([(23, 1, 2)])
+    with pytest.raises(ConnectorError, match="does not fit"):
+        kit.pipeline.submit_save([(0, 0, 1)])
+
+
+def is_done(load: PipelinedLoad) -> bool:
+    return load.is_done
+
+
+def block_lane(lane: Lane) -> threading.Event:
+    """Keep the lane busy until the event is set."""
+    let_go, has_begun = threading.Event(), threading.Event()
+
+    def work() -> None:
+        has_begun.set()
+        assert let_go.wait(PATIENCE_S)
+
+    lane.submit(work)
+    assert has_begun.wait(PATIENCE_S)
+    return let_go
+
+
+def test_a_load_that_does_not_come_in_time_is_given_up_and_writes_no_more() -> None:
+    kit = Kit(ThreadLanes(), deadline_s=0.01)
+    let_go = block_lane(kit.pipeline._lane)
+    load = kit.pipeline.submit_load([[(0, 1, 2)], [(4, 8, 1)]], 1)
+    kit.pipeline.wait(0)
+    assert ["within 0.01 s" in str(error) for error in load.errors] == [True, True]
+    assert not is_done(load), "its works are still to be passed over"
+    let_go.set()
+    assert load.gates[-1].wait(PATIENCE_S)
+    assert is_done(load)
+    assert kit.is_untouched(range(NUM_BLOCKS))
+    assert load.stats.num_bytes == 0
+    assert kit.pipeline.close(PATIENCE_S)
+
+
+def test_bulk_loads_and_saves_that_fail_stop_and_say_why() -> None:
+    kit = Kit(VirtualLanes(0, "lazy"), window_bytes=4 * PAGE_BYTES)
+
+    def fail(layer: int, runs: Runs) -> None:
+        if layer == 2:
+            raise OSError("no")
+
+    kit.copies.before = fail
+    load, save = kit.pipeline.submit_bulk([(0, 1, 4)]), kit.pipeline.submit_save([(9, 9, 4)])
+    after = kit.pipeline.submit_bulk([(0, 20, 1)])
+    kit.finish(load)
+    kit.finish(save)
+    kit.copies.before = lambda layer, runs: None
+    kit.finish(after)
+    assert [str(one.error) for one in (load, save, after)] == ["no", "no", "None"]
+    assert kit.is_saved([(0, 20, 1)])
+    assert load.stats.num_bytes < 4 * NUM_LAYERS * PAGE_BYTES
+    assert load.stats.seconds is None
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"group_size": 0}, {"window_bytes": 0}, {"deadline_s": 0.0}], ids=str
+)
+def test_numbers_out_of_range_are_refused(wrong: dict[str, int]) -> None:
+    with pytest.raises(ConfigError, match="must be at least 1"):
+        Kit(VirtualLanes(0), **wrong)
+
+
+# ---------------------------------------------------------------- windows
+
+
+@settings(max_examples=30, deadline=None)
+@given(seed=st.integers(0, 2**32), window=st.integers(1, 30), saves=st.booleans())
+def test_no_more_than_a_window_is_queued(seed: int, window: int, saves: bool) -> None:
+    lanes = VirtualLanes(seed)
+    kit = Kit(lanes, window_bytes=window * PAGE_BYTES)
+    feeder = kit.pipeline._store if saves else kit.pipeline._bulk
+    submit = kit.pipeline.submit_save if saves else kit.pipeline.submit_bulk
+    slice_bytes = max(PAGE_BYTES, window * PAGE_BYTES // 4)
+    transfers = [submit([(4 * i, 5 * i + 1, 4)]) for i in range(5)]
+    for _ in range(2000):
+        kit.pipeline.poll()
+        ahead = sum(num_bytes for *_, num_bytes in feeder._fed)
+        assert ahead <= max(window * PAGE_BYTES, slice_bytes)
+        if all(transfer.is_done for transfer in transfers):
+            break
+    assert [transfer.error for transfer in transfers] == [None] * 5
+    assert all(kit.is_saved([(4 * i, 5 * i + 1, 4)]) for i in range(5))
+    assert all(one.stats.num_bytes == 4 * NUM_LAYERS * PAGE_BYTES for one in transfers)
+    assert feeder.is_idle
+
+
+def test_nothing_is_fed_while_a_step_waits_for_its_own_load() -> None:
+    lanes = VirtualLanes(0, "lazy", polls_per_work=1_000_000)
+    kit = Kit(lanes)
+    load = kit.pipeline.submit_load([[(0, 1, 2)]], 1)
+    save, bulk = kit.pipeline.submit_save([(9, 9, 1)]), kit.pipeline.submit_bulk([(5, 5, 1)])
+    assert (save.num_fed, bulk.num_fed) == (0, 0)
+    kit.pipeline.finish_step()
+    assert load.is_done
+    kit.pipeline.poll()
+    assert save.num_fed
+    assert bulk.num_fed
+    kit.finish(save)
+    kit.finish(bulk)
+    assert kit.is_saved([(9, 9, 1), (5, 5, 1)])
+
+
+# ---------------------------------------------------------------- fences, the end
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    policy=policies,
+    num_polls=st.integers(0, 12),
+    window=st.integers(1, 40),
+)
+def test_after_a_fence_the_blocks_are_read_no_more(
+    seed: int, policy: str, num_polls: int, window: int
+) -> None:
+    kit = Kit(VirtualLanes(seed, policy), window_bytes=window * PAGE_BYTES)
+    runs = [(0, 3, 6)]
+    save = kit.pipeline.submit_save(runs)
+    other = kit.pipeline.submit_save([(10, 20, 2)])
+    for _ in range(num_polls):
+        kit.pipeline.poll()
+    kit.pipeline.fence(save)
+    saved = kit.records.clone()
+    for layer in kit.layers:
+        layer[3:9].fill_(0)  # handed on
+    kit.finish(save)
+    kit.finish(other)
+    assert torch.equal(kit.records[:6], saved[:6]), "nothing was read afterwards"
+    assert other.error is None
+    assert kit.is_saved([(10, 20, 2)])
+    if save.error is None:
+        before = torch.stack([was.view(NUM_BLOCKS, -1)[3:9] for was in kit.was_layers], 1)
+        assert torch.equal(kit.records[:6], before), "it had ended well"
+    else:
+        assert "given up" in str(save.error)
+
+
+@pytest.mark.parametrize("submit", ["load", "bulk", "save"])
+@pytest.mark.parametrize("policy", ["eager", "lazy"])
+def test_closing_in_the_middle_ends_everything(submit: str, policy: str) -> None:
+    kit = Kit(VirtualLanes(0, policy, polls_per_work=50), window_bytes=4 * PAGE_BYTES)
+    runs = [(0, 1, 8)]
+    if submit == "load":
+        load = kit.pipeline.submit_load([runs], 1)
+        assert kit.pipeline.close()
+        assert load.is_done
+        assert isinstance(load.errors[0], LaneClosedError | None)
+        assert (load.errors[0] is None) == kit.is_saved(runs) == (policy == "eager")
+    else:
+        one = (kit.pipeline.submit_bulk if submit == "bulk" else kit.pipeline.submit_save)(runs)
+        assert kit.pipeline.close()
+        assert one.is_done
+        assert (one.error is None) == kit.is_saved(runs)
+    assert kit.pipeline.close()
+    late = kit.pipeline.submit_load([runs], 2)
+    assert isinstance(late.errors[0], LaneClosedError)
+    kit.pipeline.wait(0)
+    kit.pipeline.finish_step()
+
+
+def test_closing_gives_up_on_a_lane_that_hangs() -> None:
+    kit = Kit(ThreadLanes())
+    let_go = block_lane(kit.pipeline._store.lane)
+    save = kit.pipeline.submit_save([(0, 1, 8)])
+    assert not kit.pipeline.close(0.01)
+    assert save.is_done
+    assert save.error is not None
+    let_go.set()
+    assert torch.equal(kit.records, kit.was_records)
+
+
+def test_it_tells_ways_bytes_and_time() -> None:
+    now = iter(range(100))
+    kit = Kit(VirtualLanes(0, "eager"))
+    kit.pipeline._store._watch = kit.pipeline.watch = ClockStopwatch(lambda: float(next(now)))
+    save = kit.pipeline.submit_save([(0, 1, 8)])
+    stats = save.stats
+    assert (stats.num_bytes, stats.seconds) == (8 * NUM_LAYERS * PAGE_BYTES, 1.0)
+    assert stats.num_copies == NUM_LAYERS
+    assert [way.name for way in stats.ways] == ["STRIDED"]
+    assert stats.gb_per_s == pytest.approx(8 * NUM_LAYERS * PAGE_BYTES / 1e9)

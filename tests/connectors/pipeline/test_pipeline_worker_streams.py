@@ -1,0 +1,419 @@
+"""The pipeline over CUDA lanes, with a device that runs what is queued when a test says so."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import random
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from interlace.connectors.pipeline.layer_pipeline import (
+    LaneCopies,
+    LayerPipeline,
+    PipelinedLoad,
+)
+from interlace.connectors.pipeline.worker_feeder import FedTransfer
+from interlace.layers.cuda_lanes import CudaLanes
+from interlace.layers.page_copies import Copied, CopyWay, PageCopies, Run, Runs
+
+NUM_RECORDS, NUM_BLOCKS, NUM_LAYERS, PAGE_BYTES = 24, 32, 5, 32
+GROUP = 2
+
+
+@dataclasses.dataclass(eq=False)
+class Event:
+    device: Device
+    num_recorded: int = 0
+    num_passed: int = 0
+    time: float = 0.0
+
+    def record(self, stream: Stream) -> None:
+        self.num_recorded += 1
+        stream.ops.append(("record", self, self.num_recorded))
+
+    def query(self) -> bool:
+        return self.num_passed >= self.num_recorded
+
+    def synchronize(self) -> None:
+        while not self.query():
+            assert self.device.step(), "this wait would never end"
+
+
+Op = tuple[str, Event, int] | Callable[[], None]
+
+
+@dataclasses.dataclass(eq=False)
+class Stream:
+    device: Device
+    ops: collections.deque[Op] = dataclasses.field(default_factory=collections.deque)
+
+    def wait_event(self, event: Event) -> None:
+        self.ops.append(("wait", event, event.num_recorded))
+
+    @property
+    def can_run(self) -> bool:
+        if not self.ops:
+            return False
+        op = self.ops[0]
+        return callable(op) or op[0] != "wait" or op[1].num_passed >= op[2]
+
+    def run(self) -> None:
+        op = self.ops.popleft()
+        self.device.now += 1.0
+        if callable(op):
+            op()
+        elif op[0] == "record":
+            op[1].num_passed = op[2]
+            op[1].time = self.device.now
+
+
+class Device:
+    """`Streams` whose pieces run one at a time, in an order that a seed decides."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+        self.streams: list[Stream] = []
+        self.compute = self.stream(is_urgent=False)
+        self.now = 0.0
+        self._current = [self.compute]
+
+    def stream(self, *, is_urgent: bool) -> Stream:
+        self.streams.append(Stream(self))
+        return self.streams[-1]
+
+    def event(self, *, is_external: bool = False) -> Event:
+        return Event(self)
+
+    def current(self) -> Stream:
+        return self._current[-1]
+
+    @contextlib.contextmanager
+    def on(self, stream: Any) -> Iterator[None]:
+        self._current.append(stream)
+        yield
+        self._current.pop()
+
+    def queue(self, op: Callable[[], None]) -> None:
+        self.current().ops.append(op)
+
+    def step(self) -> bool:
+        able = [stream for stream in self.streams if stream.can_run]
+        if able:
+            self.random.choice(able).run()
+        return bool(able)
+
+    def drain(self) -> None:
+        while self.step():
+            pass
+
+    def run_some(self, most: int) -> None:
+        for _ in range(self.random.randrange(most + 1)):
+            self.step()
+
+    def sleep(self, seconds: float) -> None:
+        """Time passes, and the device gets on."""
+        self.now += seconds
+        self.step()
+
+    # a stopwatch
+
+    def mark(self) -> Event:
+        event = self.event()
+        event.record(self.current())
+        return event
+
+    def seconds(self, begin: Event, end: Event) -> float | None:
+        return end.time - begin.time if begin.query() and end.query() else None
+
+
+class QueuedCopies(PageCopies):
+    """Copies that are queued on the current stream."""
+
+    def __init__(self, device: Device, records: Tensor, layers: Sequence[Tensor]) -> None:
+        super().__init__(records, layers)
+        self.device = device
+        self.refused_layer: int | None = None
+
+    def load(self, layer: int, runs: Runs) -> Copied:
+        return self._later(super().load, layer, runs)
+
+    def save(self, layer: int, runs: Runs) -> Copied:
+        return self._later(super().save, layer, runs)
+
+    def _later(self, copy: Callable[[int, Runs], Copied], layer: int, runs: Runs) -> Copied:
+        if layer == self.refused_layer:
+            raise RuntimeError("CUDA refuses")
+
+        def work() -> None:
+            copy(layer, runs)
+
+        self.device.queue(work)
+        return Copied(CopyWay.STRIDED, len(runs.runs), runs.num_blocks * PAGE_BYTES)
+
+
+class Kit:
+    """A pipeline, and steps that read each layer when the device has come so far."""
+
+    def __init__(self, seed: int = 0, window_bytes: int = 1 << 20) -> None:
+        random = torch.Generator().manual_seed(0)
+        self.device = Device(seed)
+        self.records = torch.randint(
+            0, 256, (NUM_RECORDS, NUM_LAYERS, PAGE_BYTES), dtype=torch.uint8, generator=random
+        )
+        self.layers = [
+            torch.randint(0, 256, (NUM_BLOCKS, PAGE_BYTES), dtype=torch.uint8, generator=random)
+            for _ in range(NUM_LAYERS)
+        ]
+        self.copies = QueuedCopies(self.device, self.records, self.layers)
+        self.lanes = CudaLanes(self.device, clock=lambda: self.device.now, sleep=self.device.sleep)
+        self.pipeline = LayerPipeline(
+            self.lanes,
+            LaneCopies(self.copies, self.copies, self.copies),
+            group_size=GROUP,
+            window_bytes=window_bytes,
+            watch=self.device,
+        )
+        self.device.drain()
+        self.seen: dict[int, Tensor] = {}
+
+    def read(self, layer: int) -> None:
+        """Queue what attention does."""
+
+        def work() -> None:
+            self.seen[layer] = self.layers[layer].clone()
+
+        self.device.queue(work)
+
+    def poison(self, blocks: Sequence[int]) -> None:
+        """Queue what writes to blocks before, or after, they are somebody's."""
+
+        def work() -> None:
+            for layer in self.layers:
+                layer[list(blocks)] = 255
+
+        self.device.queue(work)
+
+    def step(self, left_out: int | None = None) -> None:
+        """An eager forward; one layer may forget to wait."""
+        for layer in range(NUM_LAYERS):
+            self.device.run_some(4)
+            if layer != left_out:
+                self.pipeline.wait(layer)
+            self.read(layer)
+
+    def saw(self, layer: int, runs: Sequence[Run]) -> bool:
+        rows = self.seen[layer]
+        return all(torch.equal(rows[b : b + n], self.records[r : r + n, layer]) for r, b, n in runs)
+
+    def saw_all(self, runs: Sequence[Run]) -> bool:
+        return all(self.saw(layer, runs) for layer in range(NUM_LAYERS))
+
+
+class Graph:
+    """Ops that were captured, and are queued again by each replay."""
+
+    def __init__(self, kit: Kit) -> None:
+        self._device = kit.device
+        stream = Stream(kit.device)
+        gates = kit.pipeline.layer_gates
+        assert gates is not None
+        with kit.device.on(stream):
+            for layer in range(NUM_LAYERS):
+                gates.wait_here(layer)
+                kit.read(layer)
+        self.ops = tuple(stream.ops)
+
+    @property
+    def num_waits(self) -> int:
+        return sum(not callable(op) for op in self.ops)
+
+    def replay(self) -> None:
+        """A wait takes the event's state at the launch."""
+        for op in self.ops:
+            if callable(op):
+                self._device.queue(op)
+            else:
+                self._device.current().wait_event(op[1])
+
+
+RUNS: list[Run] = [(0, 3, 4), (8, 20, 2)]
+OTHER: list[Run] = [(15, 10, 3)]
+seeds = st.integers(0, 2**32)
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=seeds)
+def test_an_eager_step_reads_what_was_loaded(seed: int) -> None:
+    kit = Kit(seed)
+    kit.poison(range(1, NUM_BLOCKS))  # an earlier step, not computed yet
+    load = kit.pipeline.submit_load([RUNS, OTHER], 7)
+    kit.step()
+    kit.device.drain()
+    assert kit.saw_all(RUNS + OTHER)
+    assert load.errors == [None, None]
+    assert is_done(load)
+    seconds = load.stats.seconds
+    assert seconds is not None
+    assert seconds > 0
+
+
+@pytest.mark.parametrize("left_out", range(0, NUM_LAYERS, GROUP))
+def test_a_layer_that_does_not_wait_is_caught(left_out: int) -> None:
+    """The control."""
+    wrong = 0
+    for seed in range(60):
+        kit = Kit(seed)
+        kit.poison(range(1, NUM_BLOCKS))
+        kit.pipeline.submit_load([RUNS], 7)
+        kit.step(left_out)
+        kit.device.drain()
+        wrong += not kit.saw(left_out, RUNS)
+    assert wrong
+
+
+def is_done(transfer: PipelinedLoad | FedTransfer) -> bool:
+    return transfer.is_done
+
+
+def test_the_host_waits_for_nothing() -> None:
+    kit = Kit()
+    kit.poison(range(1, NUM_BLOCKS))
+    load = kit.pipeline.submit_load([RUNS], 1)
+    for layer in range(NUM_LAYERS):
+        kit.pipeline.wait(layer)
+    kit.pipeline.finish_step()
+    save = kit.pipeline.submit_save(OTHER, kit.pipeline.record_compute())
+    kit.pipeline.fence(save)
+    kit.pipeline.poll()
+    assert kit.device.now < 100
+    assert not is_done(load)
+    assert kit.pipeline._load is load
+    kit.device.drain()
+    assert is_done(load)
+    assert is_done(save)
+    assert save.num_fed == 0, "it gave way, and was given up then"
+
+
+@settings(max_examples=40, deadline=None)
+@given(seed=seeds)
+def test_a_graph_waits_for_each_steps_own_copies(seed: int) -> None:
+    kit = Kit(seed)
+    graph, gates = Graph(kit), kit.pipeline.layer_gates
+    assert graph.num_waits == 3, "one a group"
+    assert gates is not None
+    assert not gates.are_armed(0)
+    for step_id in range(4):
+        kit.poison(range(1, NUM_BLOCKS))
+        runs: list[Run] = [(step_id, 3 + step_id, 4)]
+        kit.device.run_some(10)
+        kit.pipeline.submit_load([runs], step_id)
+        assert gates.are_armed(step_id)
+        assert not gates.are_armed(step_id + 1)
+        graph.replay()
+        kit.device.run_some(30)
+        if step_id % 2:
+            kit.device.drain()
+            assert kit.saw_all(runs)
+    kit.device.drain()
+
+
+def test_a_replay_without_its_own_load_is_not_armed() -> None:
+    kit = Kit()
+    kit.pipeline.submit_load([[]], 5)
+    gates = kit.pipeline.layer_gates
+    assert gates is not None
+    assert not gates.are_armed(5), "there was nothing to load"
+    kit.pipeline.submit_load([RUNS], 6)
+    assert gates.are_armed(6)
+    assert kit.pipeline.close()
+    late = kit.pipeline.submit_load([RUNS], 7)
+    assert not gates.are_armed(7)
+    assert late.errors[0] is not None
+
+
+@pytest.mark.parametrize("layer", range(NUM_LAYERS))
+def test_a_copy_that_is_refused_is_known_at_once_and_the_gates_open(layer: int) -> None:
+    kit = Kit()
+    kit.copies.refused_layer = layer
+    load = kit.pipeline.submit_load([RUNS], 1)
+    assert str(load.errors[0]) == "CUDA refuses"
+    gates = kit.pipeline.layer_gates
+    assert gates is not None
+    assert gates.are_armed(1)
+    kit.step()
+    kit.device.drain()
+    assert is_done(load)
+    assert all(kit.saw(above, RUNS) for above in range(layer))
+    kit.copies.refused_layer = None
+    again = kit.pipeline.submit_load([RUNS], 2)
+    kit.step()
+    kit.device.drain()
+    assert again.errors == [None]
+    assert kit.saw_all(RUNS)
+
+
+@settings(max_examples=40, deadline=None)
+@given(seed=seeds, window=st.integers(1, 60))
+def test_a_save_takes_what_its_step_computed_and_nothing_later(seed: int, window: int) -> None:
+    kit = Kit(seed, window * PAGE_BYTES)
+    kit.poison([20, 21, 22])  # the forward
+    save = kit.pipeline.submit_save([(4, 20, 3)], kit.pipeline.record_compute())
+    for _ in range(100):
+        kit.device.run_some(3)
+        kit.pipeline.poll()
+    kit.device.drain()
+    kit.pipeline.poll()
+    assert is_done(save)
+    assert save.error is None
+    assert bool((kit.records[4:7] == 255).all())
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=seeds, window=st.integers(1, 60), num_polls=st.integers(0, 8))
+def test_after_a_fence_later_steps_may_overwrite(seed: int, window: int, num_polls: int) -> None:
+    kit = Kit(seed, window * PAGE_BYTES)
+    runs: list[Run] = [(4, 20, 3)]
+    before = torch.stack([layer[20:23] for layer in kit.layers], 1).clone()
+    was = kit.records[4:7].clone()
+    save = kit.pipeline.submit_save(runs, kit.pipeline.record_compute())
+    for _ in range(num_polls):
+        kit.device.run_some(4)
+        kit.pipeline.poll()
+    kit.pipeline.fence(save)
+    kit.poison([20, 21, 22])
+    kit.device.drain()
+    kit.pipeline.poll()
+    assert is_done(save)
+    now = kit.records[4:7]
+    assert bool(((now == before) | (now == was)).all()), "nothing of the next owner"
+    if save.error is None:
+        assert torch.equal(now, before)
+
+
+@settings(max_examples=40, deadline=None)
+@given(seed=seeds, window=st.integers(1, 60))
+def test_a_bulk_load_is_done_when_its_bytes_are_there(seed: int, window: int) -> None:
+    kit = Kit(seed, window * PAGE_BYTES)
+    kit.poison(range(1, NUM_BLOCKS))
+    load = kit.pipeline.submit_bulk(RUNS)
+    for _ in range(1000):
+        kit.device.run_some(2)
+        kit.pipeline.poll()
+        ahead = sum(num_bytes for *_, num_bytes in kit.pipeline._bulk._fed)
+        assert ahead <= max(window * PAGE_BYTES, PAGE_BYTES)
+        if load.is_done:
+            break
+    for layer in range(NUM_LAYERS):
+        kit.read(layer)
+    while kit.device.compute.ops:
+        assert kit.device.step()
+    assert load.error is None
+    assert kit.saw_all(RUNS)
