@@ -43,6 +43,7 @@ from typing import TYPE_CHECKING, Any
 from interlace.connectors.base import CheckSetup, KVConnectorBase_V1
 from interlace.connectors.pipeline.messages import PipelineHandshake, PipelineMetadata
 from interlace.connectors.pipeline.options import PipelineOptions
+from interlace.connectors.pipeline.sched_metadata import SizedMetadata
 from interlace.connectors.pipeline.sched_stats import PipelineStats
 from interlace.connectors.pipeline.scheduler import PipelineScheduler, SchedulerSettings
 from interlace.engine.config import EngineConfig
@@ -114,9 +115,9 @@ class PipelineConnector(KVConnectorBase_V1):
         return self._worker_side
 
     @property
-    def _metadata(self) -> PipelineMetadata:
+    def _metadata(self) -> SizedMetadata:
         metadata = self._get_connector_metadata()
-        assert isinstance(metadata, PipelineMetadata)
+        assert isinstance(metadata, SizedMetadata)
         return metadata
 
     # ---------------------------------------------------------------- scheduler side
@@ -156,7 +157,7 @@ class PipelineConnector(KVConnectorBase_V1):
         """Order the load of what was promised."""
         self._scheduler.update_state_after_alloc(request, blocks, num_external_tokens)
 
-    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> PipelineMetadata:
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> SizedMetadata:
         """Loads, saves and fences of this step."""
         return self._scheduler.build_connector_meta(scheduler_output)
 
@@ -194,9 +195,15 @@ class PipelineConnector(KVConnectorBase_V1):
         assert isinstance(kv_connector_metadata, PipelineMetadata)
         self._worker.handle_preemptions(kv_connector_metadata)
 
+    def has_connector_metadata(self) -> bool:
+        """Whether layers of this step have something to wait for: the engine leaves the layer
+        hooks out where they have not."""
+        return super().has_connector_metadata() and self._metadata.loads_within_step
+
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         """Queue the step's loads, those within it layer by layer."""
-        self._worker.start(self._metadata)
+        metadata = self._metadata
+        self._worker.start(metadata, metadata.num_tokens, metadata.num_context_tokens)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Let the layer wait at its gate."""

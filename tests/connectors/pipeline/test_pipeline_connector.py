@@ -1,0 +1,227 @@
+"""PipelineConnector with both sides: its configuration, whole engines, and `interlace check`."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engine_kit import until
+from tiny_model import VOCAB_SIZE, plain_answer, tiny_model
+
+import interlace.connectors as public
+from interlace import AsyncEngine, EngineConfig, KVTransferConfig, SamplingParams
+from interlace.connectors.conformance import check_connector
+from interlace.connectors.factory import KVConnectorFactory
+from interlace.connectors.pipeline.messages import PipelineHandshake
+from interlace.connectors.pipeline.options import PipelineOptions
+from interlace.connectors.pipeline.sched_stats import PipelineStats
+from interlace.connectors.pipeline_connector import PipelineConnector
+from interlace.engine.config import ModelConfig
+from interlace.engine.errors import ConfigError, ConnectorError
+from interlace.engine.kv_connector import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVConnectorRole,
+)
+from interlace.engine.outputs import Completion
+
+MODEL = tiny_model()
+NUM_TOKENS = 9
+BLOCK_SIZE = 4
+CACHE = KVCacheConfig(
+    41, (KVCacheGroupSpec(("a", "b"), FullAttentionSpec(BLOCK_SIZE, 1, 1, None, 500)),)
+)
+modes = pytest.mark.parametrize("load_mode", ["layerwise", "bulk", "auto"])
+
+
+def a_config(extra: dict[str, Any], **options: Any) -> EngineConfig:
+    return EngineConfig(
+        block_size=BLOCK_SIZE,
+        num_gpu_blocks_override=41,
+        max_num_batched_tokens=24,
+        skip_tokenizer_init=True,
+        kv_transfer_config=KVTransferConfig(
+            kv_connector="PipelineConnector",
+            kv_role="kv_both",
+            kv_load_failure_policy="recompute",
+            kv_connector_extra_config=extra,
+        ),
+        **options,
+    )
+
+
+def a_side(extra: dict[str, Any], **options: Any) -> PipelineConnector:
+    """The scheduler side, before the handshake."""
+    config = a_config(extra, **options).resolved(
+        ModelConfig("toy", "float32", 1000, 50, (), 0, "toy"),
+        max_model_len=1000,
+        max_inflight_steps=1,
+    )
+    side = KVConnectorFactory().create_connector(config, KVConnectorRole.SCHEDULER, CACHE)
+    assert isinstance(side, PipelineConnector)
+    return side
+
+
+# -------------------------------------------------------------------- configuration
+
+
+@pytest.mark.parametrize(
+    ("extra", "said"),
+    [
+        ({"host_bytes": 0}, "host_bytes must be a whole number at least 1"),
+        ({"host_bytes": 999}, "host_bytes=999 holds no record; one takes 1000 bytes"),
+        ({"host_bytes": "4G"}, "host_bytes"),
+        ({"load_mode": "hybrid"}, "'auto', 'recompute', 'bulk', 'layerwise'"),
+        ({"group_size": 0}, "group_size must be a whole number"),
+        ({"group_size": 3}, "from 1 to 2"),
+        ({"max_load_stall_ms": -1}, "max_load_stall_ms"),
+        ({"group_siz": 1}, "Did you mean 'group_size'"),
+    ],
+)
+def test_bad_options_are_refused(extra: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        a_side(extra)
+
+
+def test_defaults() -> None:
+    assert a_side({}).options == PipelineOptions()
+    assert PipelineOptions().host_bytes == 4 << 30
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"tensor_parallel_size": 2}, "one worker only"),
+        ({"hidden_state_layer_ids": (1,)}, "does not store hidden states"),
+    ],
+)
+def test_what_it_cannot_do_is_refused(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        a_side({}, **options)
+
+
+@pytest.mark.parametrize("metadata", [{}, {0: PipelineHandshake(0, 1000, 0.0)}])
+def test_a_worker_without_records_is_refused(metadata: dict[int, PipelineHandshake]) -> None:
+    side = a_side({})
+    with pytest.raises(ConnectorError, match="told of no records"):
+        side.set_xfer_handshake_metadata(dict(metadata))
+    with pytest.raises(ConnectorError, match="does not know its records"):
+        side.reset_cache()
+
+
+def test_what_the_class_says(tmp_path: Path) -> None:
+    assert not PipelineConnector.requires_piecewise_for_cudagraph({})
+    assert PipelineConnector.get_required_kvcache_layout(a_config({})) == "NHD"
+    assert PipelineConnector.check_setup(tmp_path).extra_config["host_bytes"] < 1 << 20
+    assert public.PipelineConnector is PipelineConnector
+    assert public.LayerPipeline.__name__ == "LayerPipeline"
+
+
+def test_statistics_can_be_made_again() -> None:
+    stats = PipelineStats(data={"blocks_saved": 3})
+    again = PipelineConnector.build_kv_connector_stats(stats.data)
+    assert again == stats
+    again.aggregate(stats)
+    assert again.reduce() == {"blocks_saved": 6}
+    assert PipelineConnector.build_kv_connector_stats().is_empty()
+
+
+# -------------------------------------------------------------------- whole engines
+
+
+@asynccontextmanager
+async def an_engine(load_mode: str, depth: int = 1, **extra: Any) -> AsyncIterator[AsyncEngine]:
+    """With room for a few requests, so that many preempt each other."""
+    config = a_config(
+        {"load_mode": load_mode, "group_size": 1, "host_bytes": 1 << 20, **extra},
+        max_inflight_steps=depth,
+    )
+    async with asyncio.timeout(30), AsyncEngine.from_loaded(config, MODEL) as engine:
+        yield engine
+
+
+async def ask(engine: AsyncEngine, prompt: list[int]) -> Completion:
+    params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
+    return await engine.complete(prompt, params)
+
+
+async def forget_on_device(engine: AsyncEngine) -> None:
+    await until(lambda: engine.snapshot().idle)
+    assert engine.reset_prefix_cache()
+
+
+def prompts(seed: int) -> list[list[int]]:
+    """Some with a common beginning."""
+    draw = random.Random(seed)
+    common = [draw.randrange(VOCAB_SIZE) for _ in range(24)]
+    return [
+        common[: draw.randrange(25)] + [draw.randrange(VOCAB_SIZE) for _ in range(length)]
+        for length in (1, 5, 12, 20, 33, 50)
+    ]
+
+
+@modes
+@pytest.mark.parametrize("depth", [1, 2])
+async def test_right_answers_from_what_was_stored(load_mode: str, depth: int) -> None:
+    asked = prompts(depth)
+    right = [plain_answer(MODEL, prompt, NUM_TOKENS) for prompt in asked]
+    async with an_engine(load_mode, depth) as engine:
+        for _ in range(2):
+            answers = await asyncio.gather(*(ask(engine, prompt) for prompt in asked))
+            assert [list(answer.token_ids) for answer in answers] == right
+            await forget_on_device(engine)
+        again = await ask(engine, asked[-1])
+        assert list(again.token_ids) == right[-1]
+        if load_mode != "auto":  # computing may be sooner here
+            assert again.usage.num_external_cached_tokens == (len(asked[-1]) - 1) // 4 * 4
+
+
+async def test_a_memory_of_three_records_is_enough() -> None:
+    record_bytes = 2 * 2 * BLOCK_SIZE * 2 * 8 * 8
+    asked = prompts(7)
+    async with an_engine("layerwise", host_bytes=3 * record_bytes) as engine:
+        for prompt in (*asked, *asked):
+            answer = await ask(engine, prompt)
+            assert list(answer.token_ids) == plain_answer(MODEL, prompt, NUM_TOKENS)
+            await forget_on_device(engine)
+
+
+async def test_reset_forgets_what_is_stored() -> None:
+    async with an_engine("layerwise") as engine:
+        await ask(engine, prompts(1)[-1])
+        await until(lambda: engine.snapshot().idle)
+        assert engine.reset_prefix_cache(reset_connector=True)
+        again = await ask(engine, prompts(1)[-1])
+        assert again.usage.num_external_cached_tokens == 0
+
+
+async def test_it_learns_how_long_steps_take() -> None:
+    async with an_engine("auto") as engine:
+        for prompt in prompts(3):
+            await ask(engine, prompt)
+        connector = engine._scheduler._connector
+        assert connector is not None
+        side = connector._connector
+        assert isinstance(side, PipelineConnector)
+        await until(lambda: engine.snapshot().idle)
+        seconds = side._scheduler._step_times.seconds(20, 0)
+        assert seconds is not None
+        assert 0 < seconds < 10
+
+
+# -------------------------------------------------------------------- the conformance suite
+
+
+@pytest.mark.parametrize(("load_mode", "group_size"), [("layerwise", 2), ("bulk", 1)])
+def test_the_check_passes(load_mode: str, group_size: int) -> None:
+    """Of all its properties, those that forced modes change most."""
+    extra = {"load_mode": load_mode, "group_size": group_size, "host_bytes": 1 << 17}
+    only = ("tokens-hit", "tokens-preempted")
+    report = check_connector("PipelineConnector", extra_config=extra, quick=True, only=only)
+    report.raise_if_failed()
