@@ -277,6 +277,7 @@ class _CudaMemcpy2D:
 
     def __init__(self, runtime: Any, device: torch.device) -> None:
         self._copy = runtime.cudaMemcpy2DAsync
+        self._forget_error = runtime.cudaGetLastError
         self._to_device = runtime.cudaMemcpyKind.cudaMemcpyHostToDevice
         self._to_host = runtime.cudaMemcpyKind.cudaMemcpyDeviceToHost
         self._device = device
@@ -303,6 +304,7 @@ class _CudaMemcpy2D:
             target, target_pitch, source, source_pitch, width, height, kind, stream
         )
         if int(code) != 0:
+            self._forget_error()  # else whoever asks next would be told of it
             raise ConnectorError(
                 f"cudaMemcpy2DAsync of {height} rows of {width} bytes failed with"
                 f" {getattr(code, 'name', code)}: are the records pinned, and is the device well?"

@@ -221,6 +221,10 @@ class FakeRuntime:
         cudaMemcpyDeviceToHost = 2  # noqa: N815
 
     @staticmethod
+    def cudaGetLastError() -> tuple[int]:  # noqa: N802
+        return (700,)
+
+    @staticmethod
     def cudaMemcpy2DAsync(*args: Any) -> tuple[int]:  # noqa: N802
         return (700,)
 

@@ -1,0 +1,485 @@
+"""Copies between pinned records and pages on a real GPU, in every way; loads behind gates, also in
+captured graphs; bulk loads, saves and fences. Run with -s to see how fast it was."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from interlace.connectors.pipeline.layer_pipeline import LayerPipeline
+from interlace.connectors.pipeline.messages import Load, PipelineMetadata, RecordRun, Save
+from interlace.connectors.pipeline.options import PipelineOptions
+from interlace.connectors.pipeline.records import HostRecords
+from interlace.connectors.pipeline.worker import PipelineWorker
+from interlace.engine.errors import ConnectorError
+from interlace.layers import page_copies
+from interlace.layers.cuda_lanes import CudaLanes
+from interlace.layers.cuda_streams import CudaStreams
+from interlace.layers.lanes import ThreadLanes
+from interlace.layers.page_copies import CopyWay, PageCopies, Run, cuda_memcpy_2d
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+]
+PATIENCE_S = 20.0
+NUM_LAYERS, NUM_BLOCKS, NUM_RECORDS = 5, 200, 160
+PAGE_SHAPE = (2, 16, 2, 32)
+PAGE_BYTES = 4096
+STALL = 20_000_000
+"""Cycles: about 10 ms."""
+
+
+def device() -> torch.device:
+    return torch.device("cuda")
+
+
+def stall(cycles: int = STALL) -> None:
+    """Keep the current stream busy."""
+    torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]
+
+
+def page_layers(*, cross_layers: bool = False) -> list[Tensor]:
+    """Pages of all layers, filled with random bits."""
+    if cross_layers:
+        shape = (NUM_BLOCKS, NUM_LAYERS, PAGE_BYTES)
+        memory = torch.randint(0, 256, shape, dtype=torch.uint8, device="cuda")
+        pages = memory.view(torch.bfloat16).view(NUM_BLOCKS, NUM_LAYERS, *PAGE_SHAPE)
+        return list(pages.permute(1, 0, 2, 3, 4, 5))
+    return [
+        torch.randint(0, 256, (NUM_BLOCKS, PAGE_BYTES), dtype=torch.uint8, device="cuda")
+        .view(torch.bfloat16)
+        .view(NUM_BLOCKS, *PAGE_SHAPE)
+        for _ in range(NUM_LAYERS)
+    ]
+
+
+def as_bytes(pages: Tensor) -> Tensor:
+    """[num_blocks, page bytes], on the host."""
+    torch.cuda.synchronize()
+    return pages.contiguous().view(torch.uint8).view(len(pages), -1).cpu()
+
+
+@pytest.fixture
+def records() -> Iterator[HostRecords]:
+    made = HostRecords.allocate(
+        NUM_RECORDS * NUM_LAYERS * PAGE_BYTES + 5, (NUM_LAYERS, PAGE_BYTES), device()
+    )
+    made.tensor.copy_(torch.randint(0, 256, made.tensor.shape, dtype=torch.uint8))
+    yield made
+    made.close()
+
+
+def random_runs(rng: random.Random, most: int, gap: int) -> list[Run]:
+    """Runs of up to `most` blocks, in any order; their records are in order, `gap` apart."""
+    places: list[tuple[int, int]] = []
+    block = 1
+    while block < NUM_BLOCKS:
+        count = min(rng.randint(1, most), NUM_BLOCKS - block)
+        places.append((block, count))
+        block += count + rng.randint(0, 1)
+    rng.shuffle(places)
+    runs: list[Run] = []
+    record = 0
+    for block, count in places:
+        if record + count <= NUM_RECORDS:
+            runs.append((record, block, count))
+            record += count + gap
+    return runs
+
+
+# ---------------------------------------------------------------- memory
+
+
+def test_records_are_pinned_until_they_are_closed() -> None:
+    made = HostRecords.allocate(8 << 20, (4, 1 << 10), device())
+    assert made.num_records == 2048
+    assert made.tensor.is_pinned()
+    assert not made.tensor.any()
+    rate = made.measure_load_rate()
+    assert rate > 1e9
+    made.close()
+    made.close()
+    assert not made.tensor.is_pinned()
+
+
+def test_a_copy_that_cuda_refuses_says_so_and_harms_nothing() -> None:
+    memcpy = cuda_memcpy_2d(device())
+    if memcpy is None:
+        pytest.skip("cuda.bindings is not installed")
+    pages, host = torch.zeros(4096, device="cuda"), torch.zeros(4096, pin_memory=True)
+    with pytest.raises(ConnectorError, match="cudaMemcpy2DAsync"):
+        memcpy.copy(  # rows wider than what they lie in
+            pages.data_ptr(), 64, host.data_ptr(), 64, 128, 2, memcpy.current_stream(),
+            to_device=True,
+        )  # fmt: skip
+    pages.add_(1)
+    torch.cuda.synchronize()
+    assert bool((pages == 1).all())
+
+
+# ---------------------------------------------------------------- copies
+
+
+def shapes_of_runs(way: CopyWay) -> list[tuple[int, int]]:
+    """(most blocks a run, gap between records) that are copied this way."""
+    return [(2, 0)] if way is CopyWay.SLAB else [(40, 0), (3, 1)]
+
+
+@pytest.mark.parametrize("way", CopyWay)
+@pytest.mark.parametrize("cross_layers", [False, True])
+def test_every_way_copies_the_right_bytes_and_no_others(
+    records: HostRecords, way: CopyWay, cross_layers: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if way is CopyWay.PLAIN:
+        monkeypatch.setattr(page_copies, "cuda_memcpy_2d", lambda device: None)
+    elif cuda_memcpy_2d(device()) is None:
+        pytest.skip("cuda.bindings is not installed")
+    rng = random.Random(way.value)
+    for most, gap in shapes_of_runs(way):
+        layers = page_layers(cross_layers=cross_layers)
+        copies = PageCopies(records.tensor, layers, slab_bytes=60 * PAGE_BYTES)
+        runs = random_runs(rng, most, gap)
+        prepared = copies.prepare(runs)
+        for layer in range(NUM_LAYERS):
+            before = [as_bytes(pages) for pages in layers]
+            copied = copies.load(layer, prepared)
+            assert copied.way is way
+            assert copied.num_bytes == sum(n for *_, n in runs) * PAGE_BYTES
+            for record, block, count in runs:
+                before[layer][block : block + count] = records.tensor[
+                    record : record + count, layer
+                ]
+            for pages, right in zip(layers, before, strict=True):
+                assert torch.equal(as_bytes(pages), right)
+            check_save(copies, records, layers, layer, prepared)
+
+
+def check_save(
+    copies: PageCopies, records: HostRecords, layers: list[Tensor], layer: int, prepared: Any
+) -> None:
+    """Other bytes, saved into the same records."""
+    layers[layer].view(torch.uint8).bitwise_xor_(85)
+    before = records.tensor.clone()
+    copies.save(layer, prepared)
+    pages = as_bytes(layers[layer])
+    for record, block, count in prepared.runs:
+        before[record : record + count, layer] = pages[block : block + count]
+    assert torch.equal(records.tensor, before)
+
+
+# ---------------------------------------------------------------- behind gates
+
+
+class Kit:
+    """A pipeline, and steps that read each layer into `out`."""
+
+    def __init__(self, records: HostRecords, *, window_bytes: int = 32 << 20) -> None:
+        self.records = records.tensor
+        self.layers = page_layers()
+        self.rows = [pages.view(torch.uint8).view(NUM_BLOCKS, -1) for pages in self.layers]
+        self.lanes = CudaLanes(CudaStreams(device()))
+        self.pipeline = LayerPipeline.over(
+            records.tensor, self.layers, self.lanes, window_bytes=window_bytes
+        )
+        self.out = torch.zeros(NUM_LAYERS, NUM_BLOCKS, PAGE_BYTES, dtype=torch.uint8, device="cuda")
+        stall(1000)  # the first use of a kernel loads it, which may wait for the device
+        self.poison()
+        self.read(0)
+        self.finish()
+
+    def poison(self) -> None:
+        """Queue what nobody may read."""
+        for rows in self.rows:
+            rows.fill_(255)
+
+    def read(self, layer: int) -> None:
+        self.out[layer].copy_(self.rows[layer])
+
+    def stall_loads(self) -> None:
+        """Let the load lane come late."""
+        self.pipeline._lane.submit(stall)
+
+    def finish(self) -> None:
+        assert self.lanes.compute.record().wait(PATIENCE_S)
+        assert self.pipeline._lane.record().wait(PATIENCE_S)
+
+    def has_read(self, layer: int, runs: Sequence[Run]) -> bool:
+        """After `finish`."""
+        seen = self.out[layer].cpu()
+        return all(torch.equal(seen[b : b + n], self.records[r : r + n, layer]) for r, b, n in runs)
+
+    def has_read_all(self, runs: Sequence[Run]) -> bool:
+        return all(self.has_read(layer, runs) for layer in range(NUM_LAYERS))
+
+    def until(self, has_ended: Callable[[], bool]) -> None:
+        """Poll, for a limited time."""
+        end = time.monotonic() + PATIENCE_S
+        while not has_ended():
+            assert time.monotonic() < end
+            self.pipeline.poll()
+            time.sleep(0.0005)
+
+
+RUNS: list[Run] = [(0, 3, 40), (60, 100, 20)]
+OTHER: list[Run] = [(100, 192, 7)]
+MANY: list[Run] = [(i, 190 - 4 * i, 1) for i in range(40)]
+
+
+@pytest.mark.parametrize("runs", [RUNS, MANY])
+def test_an_eager_step_reads_what_was_loaded(records: HostRecords, runs: list[Run]) -> None:
+    kit = Kit(records)
+    for step_id in range(5):
+        stall()
+        kit.poison()
+        kit.stall_loads()
+        load = kit.pipeline.submit_load([runs, OTHER], step_id)
+        for layer in range(NUM_LAYERS):
+            kit.pipeline.wait(layer)
+            kit.read(layer)
+        # The first one loads kernels and pins memory, which may wait for the device.
+        assert step_id < 2 or not load.is_done, "the host waited for nothing"
+        kit.finish()
+        assert load.errors == [None, None]
+        assert kit.has_read_all(runs + OTHER)
+        stats = load.stats
+        assert stats.seconds is not None
+        assert stats.gb_per_s is not None
+
+
+@pytest.mark.parametrize("left_out", [0, 2, 4])
+def test_a_layer_that_does_not_wait_reads_poison(records: HostRecords, left_out: int) -> None:
+    """The control. Layers 0, 2 and 4 are the first ones of their groups."""
+    kit = Kit(records)
+    kit.poison()
+    kit.finish()
+    torch.cuda.synchronize()
+    kit.pipeline.submit_load([RUNS], 0)  # compiles nothing from here on
+    kit.finish()
+    kit.poison()
+    waits = [layer for layer in range(NUM_LAYERS) if layer // 2 != left_out // 2]
+    kit.finish()
+    kit.stall_loads()
+    kit.pipeline.submit_load([RUNS], 1)
+    kit.read(left_out)
+    for layer in waits:
+        kit.pipeline.wait(layer)
+        kit.read(layer)
+    kit.finish()
+    assert not kit.has_read(left_out, RUNS)
+    assert all(kit.has_read(layer, RUNS) for layer in waits)
+
+
+def captured(kit: Kit) -> Any:
+    """A graph that reads each layer behind its gate."""
+    gates = kit.pipeline.layer_gates
+    assert gates is not None
+    kit.finish()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for layer in range(NUM_LAYERS):
+            gates.wait_here(layer)
+            kit.read(layer)
+    return graph
+
+
+@pytest.mark.parametrize("runs", [RUNS, MANY])
+def test_replays_wait_for_their_own_copies(records: HostRecords, runs: list[Run]) -> None:
+    kit = Kit(records)
+    graph, gates = captured(kit), kit.pipeline.layer_gates
+    assert gates is not None
+    for step_id in range(100):
+        kit.poison()
+        kit.out.zero_()
+        assert not gates.are_armed(step_id)
+        if step_id % 3 == 0:
+            kit.stall_loads()
+        load = kit.pipeline.submit_load([runs], step_id)
+        assert load.errors == [None]
+        assert gates.are_armed(step_id)
+        graph.replay()
+        kit.finish()
+        assert kit.has_read_all(runs)
+
+
+def test_a_replay_that_is_not_armed_reads_poison(records: HostRecords) -> None:
+    """The control, and why the runner asks `are_armed` first."""
+    kit = Kit(records)
+    graph, gates = captured(kit), kit.pipeline.layer_gates
+    assert gates is not None
+    kit.pipeline.submit_load([RUNS], 1)
+    kit.finish()
+    kit.poison()
+    assert not gates.are_armed(2)
+    graph.replay()
+    kit.finish()
+    assert not any(kit.has_read(layer, RUNS) for layer in range(NUM_LAYERS))
+
+
+# ---------------------------------------------------------------- beside the steps
+
+
+def test_a_bulk_load_and_a_save_in_slices(records: HostRecords) -> None:
+    kit = Kit(records, window_bytes=16 * PAGE_BYTES)
+    kit.poison()
+    stall()
+    load = kit.pipeline.submit_bulk(RUNS)
+    assert not load.is_done
+    kit.until(lambda: load.is_done)
+    for layer in range(NUM_LAYERS):
+        kit.read(layer)
+    kit.finish()
+    assert load.error is None
+    assert kit.has_read_all(RUNS)
+    for layer, rows in enumerate(kit.rows):
+        rows[150:170] = layer + 1
+    save = kit.pipeline.submit_save([(120, 150, 20)], kit.pipeline.record_compute())
+    kit.until(lambda: save.is_done)
+    assert save.error is None
+    right = torch.arange(1, NUM_LAYERS + 1, dtype=torch.uint8)[None, :, None]
+    assert torch.equal(kit.records[120:140], right.expand(20, -1, PAGE_BYTES))
+
+
+def test_after_a_fence_a_step_may_overwrite_and_the_host_waits_for_nothing(
+    records: HostRecords,
+) -> None:
+    kit = Kit(records)
+    for rows in kit.rows:
+        rows[150:170] = 9
+    kit.finish()
+    kit.pipeline._store.lane.submit(stall)
+    save = kit.pipeline.submit_save([(120, 150, 20)], kit.pipeline.record_compute())
+    assert save.num_fed
+    kit.pipeline.fence(save)
+    kit.poison()
+    assert not save.is_done
+    kit.until(lambda: save.is_done)
+    assert save.error is None
+    assert bool((kit.records[120:140] == 9).all())
+
+
+# ---------------------------------------------------------------- the worker side
+
+
+class WorkerKit:
+    """PipelineWorker on the device, and steps without a model."""
+
+    def __init__(self) -> None:
+        self.layers = page_layers()
+        host_bytes = NUM_RECORDS * NUM_LAYERS * PAGE_BYTES
+        self.worker = PipelineWorker(PipelineOptions(host_bytes=host_bytes), ThreadLanes())
+        self.worker.register({f"layer{i}": pages for i, pages in enumerate(self.layers)})
+        self.step_id = 0
+
+    def fill(self, block: int, count: int, value: int) -> None:
+        for pages in self.layers:
+            pages.view(torch.uint8)[block : block + count] = value
+
+    def has(self, block: int, count: int, value: int) -> bool:
+        return all(bool((as_bytes(p)[block : block + count] == value).all()) for p in self.layers)
+
+    def step(self, num_tokens: int = 0, **orders: Any) -> tuple[set[str], set[int], Any]:
+        """(received, invalid, report)."""
+        self.step_id += 1
+        metadata = PipelineMetadata(self.step_id, **orders)
+        self.worker.handle_preemptions(metadata)
+        self.worker.start(metadata, num_tokens, 10 * num_tokens)
+        for layer in range(NUM_LAYERS):
+            self.worker.wait_for_layer(f"layer{layer}")
+        stall(1000)
+        self.worker.finish_forward()
+        _, received = self.worker.get_finished(set())
+        return received or set(), self.worker.take_invalid(), self.worker.report()
+
+    def until_reported(self, found: Callable[[set[str], Any], bool]) -> None:
+        end = time.monotonic() + PATIENCE_S
+        while True:
+            received, invalid, report = self.step()
+            assert not invalid
+            if found(received, report):
+                return
+            assert time.monotonic() < end
+            time.sleep(0.0005)
+
+
+def test_what_was_saved_comes_back_in_both_ways_and_times_are_reported() -> None:
+    kit = WorkerKit()
+    handshake = kit.worker.handshake()
+    assert handshake.num_records == NUM_RECORDS
+    assert handshake.load_bytes_per_s > 1e9
+    kit.fill(20, 8, 33)
+    *_, report = kit.step(saves=(Save(1, (RecordRun(4, 20, 8),)),))
+    if report is None or 1 not in report.copied:
+        kit.until_reported(lambda received, report: report is not None and 1 in report.copied)
+    kit.fill(20, 80, 255)
+    kit.step(loads=(Load("a", (RecordRun(4, 40, 8),), is_async=False),))
+    assert kit.has(40, 8, 33)
+    kit.step(loads=(Load("b", (RecordRun(4, 60, 8),), is_async=True),))
+    if not kit.has(60, 8, 33):
+        kit.until_reported(lambda received, report: "b" in received)
+    assert kit.has(60, 8, 33)
+    assert kit.has(20, 8, 255)
+    *_, first = kit.step(num_tokens=5)
+    torch.cuda.synchronize()
+    *_, second = kit.step()
+    samples = [one for report in (first, second) if report is not None for one in report.steps]
+    ((num_tokens, num_context, seconds),) = samples
+    assert (num_tokens, num_context) == (5, 50)
+    assert 0 < seconds < 1
+    kit.worker.close()
+
+
+# ---------------------------------------------------------------- how fast
+
+
+def scattered(num_runs: int, num_blocks: int, gap: int) -> list[Run]:
+    """Runs of equal length in reversed order; records lie together, or `gap` apart."""
+    count = num_blocks // num_runs
+    return [
+        (i * (count + gap), 1 + (num_runs - 1 - i) * (count + 1), count) for i in range(num_runs)
+    ]
+
+
+@pytest.mark.parametrize(("num_runs", "gap"), [(1, 0), (4, 0), (16, 0), (64, 0), (64, 1)])
+def test_a_long_prompt_loads_and_this_is_how_fast(num_runs: int, gap: int) -> None:
+    """Printed, not judged: 8,192 tokens of an 8B shape."""
+    num_layers, num_blocks, page_bytes = 32, 512, 64 << 10
+    begin = time.perf_counter()
+    records = HostRecords.allocate(
+        (num_blocks + 64) * num_layers * page_bytes, (num_layers, page_bytes), device()
+    )
+    allocated_s = time.perf_counter() - begin
+    layers = [
+        torch.zeros(num_blocks + 66, 2, 16, 8, 128, dtype=torch.bfloat16, device="cuda")
+        for _ in range(num_layers)
+    ]
+    lanes = CudaLanes(CudaStreams(device()))
+    pipeline = LayerPipeline.over(records.tensor, layers, lanes)
+    runs = scattered(num_runs, num_blocks, gap)
+    submits, rates = [], []
+    for step_id in range(6):
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        load = pipeline.submit_load([runs], step_id)
+        submits.append(time.perf_counter() - begin)
+        assert load.gates[-1].wait(PATIENCE_S)
+        stats = load.stats
+        assert load.errors == [None]
+        assert stats.gb_per_s is not None
+        rates.append(stats.gb_per_s)
+        way = next(iter(stats.ways)).name
+    print(
+        f"\n{num_runs} runs, records {'apart' if gap else 'together'}: {way}"
+        f" {sorted(rates)[3]:.1f} GB/s, submitted in {sorted(submits)[2] * 1e3:.2f} ms,"
+        f" {stats.num_copies} copies; {records.num_records} records made in {allocated_s:.2f} s,"
+        f" measured {records.measure_load_rate() / 1e9:.1f} GB/s"
+    )
+    assert pipeline.close(PATIENCE_S)
+    records.close()
