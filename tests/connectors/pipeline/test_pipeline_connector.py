@@ -156,9 +156,9 @@ async def forget_on_device(engine: AsyncEngine) -> None:
     assert engine.reset_prefix_cache()
 
 
-def prompts(seed: int) -> list[list[int]]:
+def some_prompts() -> list[list[int]]:
     """Some with a common beginning."""
-    draw = random.Random(seed)
+    draw = random.Random(1)
     common = [draw.randrange(VOCAB_SIZE) for _ in range(24)]
     return [
         common[: draw.randrange(25)] + [draw.randrange(VOCAB_SIZE) for _ in range(length)]
@@ -166,44 +166,51 @@ def prompts(seed: int) -> list[list[int]]:
     ]
 
 
+PROMPTS = some_prompts()
+
+
+@pytest.fixture(scope="module")
+def answers() -> list[list[int]]:
+    """Of each of `PROMPTS`."""
+    return [plain_answer(MODEL, prompt, NUM_TOKENS) for prompt in PROMPTS]
+
+
 @modes
 @pytest.mark.parametrize("depth", [1, 2])
-async def test_right_answers_from_what_was_stored(load_mode: str, depth: int) -> None:
-    asked = prompts(depth)
-    right = [plain_answer(MODEL, prompt, NUM_TOKENS) for prompt in asked]
+async def test_right_answers_from_what_was_stored(
+    load_mode: str, depth: int, answers: list[list[int]]
+) -> None:
     async with an_engine(load_mode, depth) as engine:
         for _ in range(2):
-            answers = await asyncio.gather(*(ask(engine, prompt) for prompt in asked))
-            assert [list(answer.token_ids) for answer in answers] == right
+            done = await asyncio.gather(*(ask(engine, prompt) for prompt in PROMPTS))
+            assert [list(one.token_ids) for one in done] == answers
             await forget_on_device(engine)
-        again = await ask(engine, asked[-1])
-        assert list(again.token_ids) == right[-1]
+        again = await ask(engine, PROMPTS[-1])
+        assert list(again.token_ids) == answers[-1]
         if load_mode != "auto":  # computing may be sooner here
-            assert again.usage.num_external_cached_tokens == (len(asked[-1]) - 1) // 4 * 4
+            assert again.usage.num_external_cached_tokens == (len(PROMPTS[-1]) - 1) // 4 * 4
 
 
-async def test_a_memory_of_three_records_is_enough() -> None:
+async def test_a_memory_of_three_records_is_enough(answers: list[list[int]]) -> None:
     record_bytes = 2 * 2 * BLOCK_SIZE * 2 * 8 * 8
-    asked = prompts(7)
     async with an_engine("layerwise", host_bytes=3 * record_bytes) as engine:
-        for prompt in (*asked, *asked):
-            answer = await ask(engine, prompt)
-            assert list(answer.token_ids) == plain_answer(MODEL, prompt, NUM_TOKENS)
+        for prompt, right in 2 * list(zip(PROMPTS, answers, strict=True)):
+            assert list((await ask(engine, prompt)).token_ids) == right
             await forget_on_device(engine)
 
 
 async def test_reset_forgets_what_is_stored() -> None:
     async with an_engine("layerwise") as engine:
-        await ask(engine, prompts(1)[-1])
+        await ask(engine, PROMPTS[-1])
         await until(lambda: engine.snapshot().idle)
         assert engine.reset_prefix_cache(reset_connector=True)
-        again = await ask(engine, prompts(1)[-1])
+        again = await ask(engine, PROMPTS[-1])
         assert again.usage.num_external_cached_tokens == 0
 
 
 async def test_it_learns_how_long_steps_take() -> None:
     async with an_engine("auto") as engine:
-        for prompt in prompts(3):
+        for prompt in PROMPTS:
             await ask(engine, prompt)
         connector = engine._scheduler._connector
         assert connector is not None
