@@ -226,13 +226,16 @@ class LayerPipeline:
         if self._compute is not None and save.last_gate is not None:
             self._compute.wait(save.last_gate)
 
-    def poll(self) -> None:
-        """Move on what goes on beside the steps. Never waits."""
+    def poll(self, *, is_idle: bool = False) -> None:
+        """Move on what goes on beside the steps. Never waits.
+
+        `is_idle`: nothing computes. Whoever polls may do so seldom then, so the window is no bound.
+        """
         if self._bulk.is_idle and self._store.is_idle:
             return
         may_feed = self._load is None or self._load.is_done
-        self._bulk.poll(may_feed=may_feed)
-        self._store.poll(may_feed=may_feed)
+        self._bulk.poll(may_feed=may_feed, is_idle=is_idle)
+        self._store.poll(may_feed=may_feed, is_idle=is_idle)
 
     def close(self, timeout_s: float = DEFAULT_DEADLINE_S) -> bool:
         """Give up what has not begun, and end the lanes; False if one took longer than that.

@@ -56,6 +56,7 @@ class PipelineWorker:
         self._window_bytes = window_bytes
         self._opened: _Opened | None = None
         self._begun: PipelineMetadata | None = None
+        self._has_forward = False  # of this step
         self._unsent: tuple[Save, ...] = ()  # saves of this step, until its forward is queued
         self._step_loads: list[_StepLoad] = []
         self._bulk_loads: list[_BulkLoad] = []
@@ -145,6 +146,7 @@ class PipelineWorker:
         opened = self._open
         self._send_saves()  # of the step before, if its forward was never told of
         self._begun = metadata
+        self._has_forward = False
         self._unsent = metadata.saves
         self._sent |= metadata.release
         within = [load for load in metadata.loads if not load.is_async]
@@ -178,6 +180,7 @@ class PipelineWorker:
 
     def finish_forward(self) -> None:
         """The forward is queued: its saves begin behind it."""
+        self._has_forward = True
         self._open.sampler.end()
         self._send_saves()
 
@@ -224,7 +227,7 @@ class PipelineWorker:
         opened = self._open
         self._send_saves()
         opened.sampler.forget()  # a step without forward
-        opened.pipeline.poll()
+        opened.pipeline.poll(is_idle=not self._has_forward)
         copied, failed = self._take_ended_saves()
         loads = self._take_ended_loads()
         loaded, self._loaded = frozenset(self._loaded), set()

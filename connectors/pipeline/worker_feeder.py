@@ -186,8 +186,11 @@ class Feeder:
         """Whether nothing waits and nothing is on the lane."""
         return not self._waiting and not self._fed
 
-    def poll(self, *, may_feed: bool) -> None:
-        """Take note of what has ended; feed more, if that is allowed, up to the window."""
+    def poll(self, *, may_feed: bool, is_idle: bool = False) -> None:
+        """Take note of what has ended; feed more, if that is allowed, up to the window.
+
+        `is_idle`: nothing computes, so nobody may come by for a while: what waits is fed at once.
+        """
         while self._fed and self._fed[0][1].query():
             transfer, gate, num_bytes = self._fed.popleft()
             self._fed_bytes -= num_bytes
@@ -197,14 +200,14 @@ class Feeder:
                 transfer.slices.clear()
             if not transfer.slices:
                 self._waiting.popleft()
-            elif not (may_feed and self._has_room(transfer.slices[0])):
+            elif not (may_feed and self._has_room(transfer.slices[0], is_idle=is_idle)):
                 break
             else:
                 self._feed(transfer)
 
-    def _has_room(self, one: _Slice) -> bool:
+    def _has_room(self, one: _Slice, *, is_idle: bool) -> bool:
         """Whether the window, and the lane, take one more. One slice always fits."""
-        fits = self._fed_bytes + one.num_bytes <= self._window_bytes
+        fits = is_idle or self._fed_bytes + one.num_bytes <= self._window_bytes
         return not self._fed or (fits and len(self._fed) < _MOST_WORKS)
 
     def _feed(self, transfer: FedTransfer) -> None:

@@ -122,8 +122,10 @@ def test_random_steps_copy_what_they_were_told_and_report_it_once(
     seed: int, policy: str, group_size: int
 ) -> None:
     kit, model = Kit(VirtualLanes(seed, policy), group_size=group_size), Model(seed)
-    for number in range(60):
+    for number in range(500):
         is_last = number >= 40
+        if is_last and not model.saves and not model.loads:
+            break
         some = 0 if is_last else model.random.randrange(3)
         saves = [model.take() for _ in range(some)]
         loads = [model.take() for _ in range(0 if is_last else model.random.randrange(3))]
@@ -283,6 +285,22 @@ def test_a_step_without_forward_begins_its_saves_with_its_reports() -> None:
     *_, report = kit.reports()
     assert report.copied == {1}
     assert kit.keeps(0, 6.0)
+
+
+def test_an_idle_engine_polls_seldom_so_all_is_fed_at_once() -> None:
+    kit = Kit(VirtualLanes(0, "lazy", polls_per_work=1_000_000))
+    whole = Load("a", run(0, 1, NUM_RECORDS), is_async=True)
+    kit.step(loads=(whole,))
+    (bulk,) = kit.worker._bulk_loads
+    assert bulk.transfer is not None
+    assert 0 < bulk.transfer.num_fed < 10, "a window of it"
+    kit.worker.start(kit.metadata())
+    kit.reports()
+    assert not bulk.transfer.slices
+    assert bulk.transfer.last_gate is not None
+    assert bulk.transfer.last_gate.wait()
+    assert kit.step()[1] == {"a"}
+    kit.worker.close()
 
 
 def test_steps_that_load_nothing_are_samples_of_how_long_a_step_takes() -> None:
