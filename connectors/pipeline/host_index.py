@@ -26,8 +26,6 @@ from collections.abc import Container, Sequence
 from interlace.connectors.pipeline.sched_extents import FreeExtents
 from interlace.connectors.pipeline.sched_recency import Recency
 
-_NO_HASHES: frozenset[bytes] = frozenset()
-
 
 class HostIndex:
     """See the module's docstring. Event loop only."""
@@ -73,7 +71,7 @@ class HostIndex:
         num_records: int,
         *,
         after: int | None = None,
-        keep: Container[bytes] = _NO_HASHES,
+        keep: Container[bytes] = (),
     ) -> list[int] | None:
         """Records for a run of blocks, in order; they are pending then.
 

@@ -17,7 +17,8 @@ Where no record is to be had, blocks are not saved, and counted.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
+import itertools
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from interlace.connectors.pipeline.host_index import HostIndex
@@ -49,6 +50,14 @@ class Tracked:
     """Those that read its blocks. Not the fenced ones."""
     is_held: bool = False
     """It has ended, and its blocks stay until no save is open."""
+    _known_hashes: set[bytes] = dataclasses.field(default_factory=set)
+
+    def all_hashes(self) -> set[bytes]:
+        """Of all of its full blocks; not to be changed. Only what is new since the last call costs
+        time."""
+        hashes = self.request.block_hashes
+        self._known_hashes.update(itertools.islice(hashes, len(self._known_hashes), None))
+        return self._known_hashes
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -60,7 +69,7 @@ class _OpenSave:
     block_hashes: tuple[bytes, ...]
     parent_hash: bytes | None
     records: list[int]
-    beneath: frozenset[int]
+    beneath: list[int]
     """Ids of the request's blocks up to the end of the run."""
     is_distrusted: bool = False
 
@@ -130,7 +139,7 @@ class SavePlanner:
     def _save(self, tracked: Tracked, begin: int, end: int) -> None:
         """Plan one save of the request's blocks [begin, end), if there is room."""
         hashes = tracked.request.block_hashes
-        records = self._allocate(hashes, begin, end)
+        records = self._allocate(tracked, begin, end)
         if records is None:
             self._counter.add("blocks_dropped", end - begin)
             return
@@ -143,7 +152,7 @@ class SavePlanner:
             tuple(hashes[begin:end]),
             hashes[begin - 1] if begin else None,
             records,
-            frozenset(tracked.block_ids[:end]),
+            tracked.block_ids[:end],
         )
         self._orders.saves.append(save)
         self._open[save_id] = opened
@@ -151,14 +160,14 @@ class SavePlanner:
             self._being_saved[block_hash] = _BeingSaved(save_id, record)
         tracked.open_saves.add(save_id)
 
-    def _allocate(self, hashes: Sequence[bytes], begin: int, end: int) -> list[int] | None:
+    def _allocate(self, tracked: Tracked, begin: int, end: int) -> list[int] | None:
         """Behind the record of the block before, if possible. What the request has stored stays."""
         num_evicted = self._index.num_evicted
         must_evict = end - begin > self._index.num_free
         records = self._index.allocate(
             end - begin,
-            after=self._record_of(hashes[begin - 1]) if begin else None,
-            keep=frozenset(hashes) if must_evict else frozenset(),
+            after=self._record_of(tracked.request.block_hashes[begin - 1]) if begin else None,
+            keep=tracked.all_hashes() if must_evict else (),
         )
         self._counter.add("records_evicted", self._index.num_evicted - num_evicted)
         return records
