@@ -19,6 +19,7 @@ from interlace.connectors.pipeline.layer_pipeline import (
     LaneCopies,
     LayerPipeline,
     PipelinedLoad,
+    PipelineGates,
 )
 from interlace.connectors.pipeline.worker_feeder import FedTransfer
 from interlace.layers.cuda_lanes import CudaLanes
@@ -283,6 +284,10 @@ def is_done(transfer: PipelinedLoad | FedTransfer) -> bool:
     return transfer.is_done
 
 
+def is_armed(gates: PipelineGates, step_id: int) -> bool:
+    return gates.are_armed(step_id)
+
+
 def test_the_host_waits_for_nothing() -> None:
     kit = Kit()
     kit.poison(range(1, NUM_BLOCKS))
@@ -417,3 +422,29 @@ def test_a_bulk_load_is_done_when_its_bytes_are_there(seed: int, window: int) ->
         assert kit.device.step()
     assert load.error is None
     assert kit.saw_all(RUNS)
+
+
+def test_a_load_is_done_when_its_last_group_is() -> None:
+    kit = Kit()
+    load = kit.pipeline.submit_load([RUNS], 1)
+    while not load.gates[0].query():
+        assert kit.device.step()
+    assert not is_done(load)
+    save = kit.pipeline.submit_save(OTHER)
+    assert save.num_fed == 0
+    while not load.gates[-1].query():
+        assert kit.device.step()
+    assert is_done(load)
+    kit.pipeline.poll()
+    assert save.num_fed
+
+
+def test_one_gate_that_is_not_armed_is_enough() -> None:
+    kit = Kit()
+    gates = kit.pipeline._gates
+    assert gates is not None
+    for armed in gates.gates[1:]:
+        armed.armed_for = 9
+    assert not is_armed(gates, 9)
+    gates.gates[0].armed_for = 9
+    assert is_armed(gates, 9)
