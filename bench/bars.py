@@ -27,6 +27,10 @@ class Bars:
     long_prompt: float | None = None
     hits: Mapping[int, float] = dataclasses.field(default_factory=dict)
     """First token behind `LONG_PROMPT` cached tokens, by the number of new ones."""
+    layerwise_loads: Mapping[int, float] = dataclasses.field(default_factory=dict)
+    """The same, behind tokens that are loaded from host memory layer by layer."""
+    hidden_shares: tuple[int, ...] = ()
+    """Numbers of new tokens for which a load must be hidden nearly all."""
 
     def decode(self, batch_size: int, context: int) -> float | None:
         """For one step; `context` is tokens of each request."""
@@ -47,6 +51,8 @@ _BARS: Final[Mapping[str, Bars]] = {
         decode_steps={1: 5.0, 8: 5.3, 32: 5.8},
         long_prompt=220.0,
         hits={16: 8.0, 128: 11.0, 688: 28.0, 1984: 66.0},
+        layerwise_loads={16: 23.0, 128: 24.0, 688: 30.0, 1984: 68.0},
+        hidden_shares=(688,),
     ),
     "dummy:qwen3-0.6b": Bars(decode_steps={1: 1.6, 32: 2.0}, long_prompt=34.0),
 }
