@@ -11,6 +11,7 @@ Knows nothing of requests or of the device.
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -18,6 +19,8 @@ from typing import NamedTuple
 from interlace.engine.block_hash import BlockHash
 from interlace.engine.events import BlockCleared, BlockRemoved, BlockStored, EventBus
 from interlace.engine.ports import Clock
+
+_BLOCK_ID = operator.attrgetter("block_id")
 
 
 class BlockTokens(NamedTuple):
@@ -116,9 +119,12 @@ class BlockPool:
         return sum(block.ref_cnt == 0 for block in blocks)
 
     def get_new_blocks(self, num_blocks: int) -> list[KVCacheBlock]:
-        """Take blocks off the free list; each loses its old content.
+        """Take blocks off the free list; each loses its old content. Neighbours come together.
 
-        The caller has checked `num_free_blocks`: asking for more is our own bug.
+        Which ones go is decided by the order of the free list alone; in which order they are used
+        is not, and copies of neighbours are few and long. So they come in ascending order: what was
+        freed together is a run again. The caller has checked `num_free_blocks`: asking for more is
+        our own bug.
         """
         assert num_blocks <= len(self._free), "allocation beyond the free list"
         taken = []
@@ -127,6 +133,7 @@ class BlockPool:
             self.withdraw(block)
             block.ref_cnt = 1
             taken.append(block)
+        taken.sort(key=_BLOCK_ID)
         return taken
 
     def touch(self, blocks: Iterable[KVCacheBlock]) -> None:

@@ -88,7 +88,7 @@ async def test_answers_are_right_in_every_mode(
 ) -> None:
     found, side = await loaded_answers(Gated, mode, depth, model, together=together)
     assert found == answers
-    assert len(side.modes) >= 4, "steps have loaded"
+    assert len(side.modes) >= (1 if together else 4), "steps have loaded"
     if mode in ("FULL", "FULL_AND_PIECEWISE"):
         assert set(side.modes) == {GraphMode.FULL}
 
