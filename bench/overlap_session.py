@@ -89,7 +89,6 @@ def _config(prepared: Prepared, mode: str, longest: int, token_bytes: int) -> En
         kv_transfer_config=KVTransferConfig(
             kv_connector="PipelineConnector",
             kv_role="kv_both",
-            kv_load_failure_policy="recompute",
             kv_connector_extra_config={
                 "load_mode": mode,
                 "host_bytes": RECORDS_FACTOR * longest * token_bytes,

@@ -104,7 +104,7 @@ class KVConnectorBase_V1(ABC):  # noqa: N801 - the protocol's name
     """Brings KV from elsewhere and takes it there. See the module's docstring.
 
     Beside vLLM's protocol there are extensions, all of which a connector may leave alone: `lanes`,
-    `get_layer_gates`, and what `interlace check` is told by `kv_is_synthetic`, `check_setup`,
+    `get_layer_gates`, `default_load_failure_policy`, and what `interlace check` is told by `kv_is_synthetic`, `check_setup`,
     `store_fault_kinds` and `inject_store_fault`.
     """
 
@@ -112,6 +112,8 @@ class KVConnectorBase_V1(ABC):  # noqa: N801 - the protocol's name
     """Whether loaded KV is invented, so that answers cannot be right: `interlace check` then looks
     at protocol, leaks and isolation only. Of the class, or of an instance: the worker side is
     asked."""
+    default_load_failure_policy: Literal["fail", "recompute"] = "fail"
+    """`KVTransferConfig.kv_load_failure_policy` where that says nothing. Of the class."""
     store_fault_kinds: tuple[str, ...] = ()
     """Ways in which `inject_store_fault` can damage what is stored; as above."""
 

@@ -1,7 +1,7 @@
 """PipelineConnector: KV in host memory that comes back while the layers before it compute.
 
     EngineConfig(kv_transfer_config=KVTransferConfig(
-        kv_connector="PipelineConnector", kv_role="kv_both", kv_load_failure_policy="recompute",
+        kv_connector="PipelineConnector", kv_role="kv_both",
         kv_connector_extra_config={"host_bytes": 8 << 30}))
 
 **What it stores**: every full block of prompts and answers, as a record over all layers, in
@@ -43,7 +43,6 @@ from typing import TYPE_CHECKING, Any
 from interlace.connectors.base import CheckSetup, KVConnectorBase_V1
 from interlace.connectors.pipeline.messages import PipelineHandshake, PipelineMetadata
 from interlace.connectors.pipeline.options import PipelineOptions
-from interlace.connectors.pipeline.sched_metadata import SizedMetadata
 from interlace.connectors.pipeline.sched_stats import PipelineStats
 from interlace.connectors.pipeline.scheduler import PipelineScheduler, SchedulerSettings
 from interlace.engine.config import EngineConfig
@@ -78,6 +77,8 @@ class PipelineConnector(KVConnectorBase_V1):
     Each instance has one side: `_scheduler` on the event loop, from the handshake on, or `_worker`
     on the device thread.
     """
+
+    default_load_failure_policy = "recompute"
 
     def __init__(
         self,
@@ -115,9 +116,9 @@ class PipelineConnector(KVConnectorBase_V1):
         return self._worker_side
 
     @property
-    def _metadata(self) -> SizedMetadata:
+    def _metadata(self) -> PipelineMetadata:
         metadata = self._get_connector_metadata()
-        assert isinstance(metadata, SizedMetadata)
+        assert isinstance(metadata, PipelineMetadata)
         return metadata
 
     # ---------------------------------------------------------------- scheduler side
@@ -157,7 +158,7 @@ class PipelineConnector(KVConnectorBase_V1):
         """Order the load of what was promised."""
         self._scheduler.update_state_after_alloc(request, blocks, num_external_tokens)
 
-    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> SizedMetadata:
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> PipelineMetadata:
         """Loads, saves and fences of this step."""
         return self._scheduler.build_connector_meta(scheduler_output)
 
@@ -202,8 +203,7 @@ class PipelineConnector(KVConnectorBase_V1):
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         """Queue the step's loads, those within it layer by layer."""
-        metadata = self._metadata
-        self._worker.start(metadata, metadata.num_tokens, metadata.num_context_tokens)
+        self._worker.start(self._metadata)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Let the layer wait at its gate."""

@@ -98,7 +98,7 @@ class AsyncEngine:
             self._clock,
             self._events,
             connector,
-            (config.kv_transfer_config or KVTransferConfig()).kv_load_failure_policy,
+            (config.kv_transfer_config or KVTransferConfig()).kv_load_failure_policy or "fail",
             self._metrics,
         )
         self._has_connector = connector is not None

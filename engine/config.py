@@ -52,9 +52,10 @@ class KVTransferConfig(Options):
     """Module to import the class from; wins over the registry. Read by `KVConnectorFactory`."""
     kv_connector_extra_config: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """Options of the connector's own, which reads them and refuses unknown ones."""
-    kv_load_failure_policy: Literal["fail", "recompute"] = "fail"
+    kv_load_failure_policy: Literal["fail", "recompute"] | None = None
     """What becomes of a request whose KV could not be loaded: it ends with an error, or the lost
-    part is computed. Read by the scheduler."""
+    part is computed. None is what the connector's class says: "fail", as in vLLM, for most. Read by
+    the scheduler."""
     engine_id: str = dataclasses.field(default_factory=lambda: str(uuid.uuid4()))
     """Read by MultiConnector, whose children inherit it, and by connectors that talk with other
     engines."""
@@ -82,7 +83,7 @@ class KVTransferConfig(Options):
                 f"{name} must be a name, not {value!r}; leave it out for none.",
             )
         self.require_choice("kv_role", (None, "kv_producer", "kv_consumer", "kv_both"))
-        self.require_choice("kv_load_failure_policy", ("fail", "recompute"))
+        self.require_choice("kv_load_failure_policy", (None, "fail", "recompute"))
         self.require(
             self.kv_connector is None or self.kv_role is not None,
             "kv_connector needs a kv_role: kv_producer, kv_consumer or kv_both.",

@@ -57,10 +57,20 @@ class PipelineMetadata(KVConnectorMetadata):
     loads: tuple[Load, ...] = ()
     saves: tuple[Save, ...] = ()
     fences: frozenset[int] = frozenset()
-    """Saves of earlier steps whose blocks this step hands on: `handle_preemptions` returns when
-    none of them reads any more. One that had not begun may be given up, and reported as failed."""
+    """Saves of earlier steps whose blocks this step hands on: when `handle_preemptions` returns,
+    none of them reads any more, or what the step computes waits for it. What of it was not queued
+    yet may be given up, and the save reported as failed."""
     release: frozenset[str] = frozenset()
     """Requests that were held and whose last save has ended: report them as sent."""
+    num_tokens: int = 0
+    """As in `StepSample`; 0 if the step is not to be a sample."""
+    num_context_tokens: int = 0
+    """Likewise."""
+
+    @property
+    def loads_within_step(self) -> bool:
+        """Whether layers of the step wait for what it loads."""
+        return any(not load.is_async for load in self.loads)
 
 
 class StepSample(NamedTuple):

@@ -14,12 +14,12 @@ from interlace.connectors.pipeline.host_index import HostIndex
 from interlace.connectors.pipeline.messages import (
     Load,
     PipelineHandshake,
+    PipelineMetadata,
     PipelineReport,
 )
 from interlace.connectors.pipeline.options import LoadMode
 from interlace.connectors.pipeline.planner import SavePlanner, Tracked
 from interlace.connectors.pipeline.rates import Forecast, LoadRate, StepTimes, Way, choose_way
-from interlace.connectors.pipeline.sched_metadata import SizedMetadata
 from interlace.connectors.pipeline.sched_runs import record_runs
 from interlace.connectors.pipeline.sched_stats import Counter, PipelineStats
 from interlace.connectors.step_tables import added_blocks, computed_before
@@ -189,7 +189,7 @@ class PipelineScheduler:
 
     # ---------------------------------------------------------------- steps
 
-    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> SizedMetadata:
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> PipelineMetadata:
         """The step's orders."""
         before = self._follow(scheduler_output)
         for request_id, num_new in scheduler_output.num_scheduled_tokens.items():
@@ -199,7 +199,7 @@ class PipelineScheduler:
                 self._planner.plan(tracked, num_computed // self._block_size)
         orders = self._planner.take_orders()
         loads, self._loads = self._loads, []
-        return SizedMetadata(
+        return PipelineMetadata(
             step_id=scheduler_output.step_id,
             loads=tuple(loads),
             saves=tuple(orders.saves),

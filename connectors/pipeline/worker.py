@@ -134,13 +134,8 @@ class PipelineWorker:
             if save is not None:
                 self._open.pipeline.fence(save)
 
-    def start(
-        self, metadata: PipelineMetadata, num_tokens: int = 0, num_context_tokens: int = 0
-    ) -> None:
-        """Begin a step, unless it has begun: queue its loads.
-
-        `num_tokens`, `num_context_tokens`: as in `StepSample`; 0 if the step is not to be a sample.
-        """
+    def start(self, metadata: PipelineMetadata) -> None:
+        """Begin a step, unless it has begun: queue its loads."""
         if metadata is self._begun:
             return
         opened = self._open
@@ -159,10 +154,10 @@ class PipelineWorker:
             if load.is_async:
                 self._start_bulk(load)
         opened.pipeline.poll()
-        if within or not num_tokens:
+        if within or not metadata.num_tokens:
             opened.sampler.forget()
         else:
-            opened.sampler.begin(num_tokens, num_context_tokens)
+            opened.sampler.begin(metadata.num_tokens, metadata.num_context_tokens)
 
     def _start_bulk(self, load: Load) -> None:
         try:

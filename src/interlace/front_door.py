@@ -356,6 +356,8 @@ def make_parts(
     Raises: `ConfigError`, `ConnectorError`; nothing is left open then.
     """
     wants_connector = _wants_connector(config)
+    if wants_connector:
+        config = _with_policy(config, _factory(connectors))
     model_config = ModelConfig(
         model=loaded.name,
         dtype=str(loaded.decoder.dtype).removeprefix("torch."),
@@ -465,6 +467,17 @@ class _ConnectorSides:
             return False
         with blaming(workers[0], "prefer_cross_layer_blocks"):
             return all(worker.prefer_cross_layer_blocks for worker in workers)
+
+
+def _with_policy(config: EngineConfig, factory: KVConnectorFactory) -> EngineConfig:
+    """What becomes of failed loads, decided: by the user, or by the connector's class."""
+    ktc = config.kv_transfer_config
+    assert ktc is not None
+    if ktc.kv_load_failure_policy is not None:
+        return config
+    policy = factory.get_connector_class(ktc).default_load_failure_policy
+    ktc = dataclasses.replace(ktc, kv_load_failure_policy=policy)
+    return dataclasses.replace(config, kv_transfer_config=ktc)
 
 
 def _wants_connector(config: EngineConfig) -> bool:

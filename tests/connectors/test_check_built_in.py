@@ -15,6 +15,7 @@ NAMES = (
     "ExampleConnector",
     "ExampleHiddenStatesConnector",
     "MultiConnector",
+    "PipelineConnector",
     "ScriptedConnector",
 )
 KEEP_FILES = ("ExampleConnector", "MultiConnector")

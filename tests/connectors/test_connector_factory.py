@@ -163,6 +163,7 @@ def test_the_built_in_connectors_are_known() -> None:
         "ExampleConnector",
         "ExampleHiddenStatesConnector",
         "MultiConnector",
+        "PipelineConnector",
         "ScriptedConnector",
     ]
     for name in factory.known_names:

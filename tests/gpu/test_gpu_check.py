@@ -39,6 +39,7 @@ BUILT_IN = (
     "ExampleHiddenStatesConnector",
     "ExampleConnector",
     "MultiConnector",
+    "PipelineConnector",
 )
 FEW = ("tokens-hit", "tokens-full-hit", "tokens-preempted", "aborted-in-every-state")
 LIMIT_S = 110.0

@@ -388,9 +388,11 @@ class WorkerKit:
     def step(self, num_tokens: int = 0, **orders: Any) -> tuple[set[str], set[int], Any]:
         """(received, invalid, report)."""
         self.step_id += 1
-        metadata = PipelineMetadata(self.step_id, **orders)
+        metadata = PipelineMetadata(
+            self.step_id, num_tokens=num_tokens, num_context_tokens=10 * num_tokens, **orders
+        )
         self.worker.handle_preemptions(metadata)
-        self.worker.start(metadata, num_tokens, 10 * num_tokens)
+        self.worker.start(metadata)
         for layer in range(NUM_LAYERS):
             self.worker.wait_for_layer(f"layer{layer}")
         stall(1000)

@@ -232,3 +232,30 @@ def test_the_check_passes(load_mode: str, group_size: int) -> None:
     only = ("tokens-hit", "tokens-preempted")
     report = check_connector("PipelineConnector", extra_config=extra, quick=True, only=only)
     report.raise_if_failed()
+
+
+@pytest.mark.parametrize(
+    ("connector", "said", "policy"),
+    [
+        ("PipelineConnector", None, "recompute"),
+        ("PipelineConnector", "fail", "fail"),
+        ("DecodeBenchConnector", None, "fail"),
+        ("DecodeBenchConnector", "recompute", "recompute"),
+    ],
+)
+async def test_what_becomes_of_a_failed_load_is_for_the_class_to_say_unless_it_is_said(
+    connector: str, said: Any, policy: str
+) -> None:
+    extra = {"host_bytes": 1 << 20} if connector == "PipelineConnector" else {}
+    config = EngineConfig(
+        num_gpu_blocks_override=41,
+        kv_transfer_config=KVTransferConfig(
+            kv_connector=connector,
+            kv_role="kv_both",
+            kv_load_failure_policy=said,
+            kv_connector_extra_config=extra,
+        ),
+    )
+    async with AsyncEngine.from_loaded(config, MODEL) as engine:
+        assert engine.config.kv_transfer_config is not None
+        assert engine.config.kv_transfer_config.kv_load_failure_policy == policy

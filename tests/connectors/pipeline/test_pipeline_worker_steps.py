@@ -305,23 +305,23 @@ def test_an_idle_engine_polls_seldom_so_all_is_fed_at_once() -> None:
 
 def test_steps_that_load_nothing_are_samples_of_how_long_a_step_takes() -> None:
     kit = Kit(VirtualLanes(0, "eager"))
-    metadata = kit.metadata()
-    kit.worker.start(metadata, 12, 300)
-    kit.worker.start(metadata, 12, 300)
+    metadata = kit.metadata(num_tokens=12, num_context_tokens=300)
+    kit.worker.start(metadata)
+    kit.worker.start(metadata)
     kit.worker.finish_forward()
     *_, report = kit.reports()
     ((num_tokens, num_context, seconds),) = report.steps
     assert (num_tokens, num_context) == (12, 300)
     assert seconds >= 0
-    loading = kit.metadata(loads=(Load("a", run(0, 5), is_async=False),))
-    kit.worker.start(loading, 12, 300)
+    loading = kit.metadata(loads=(Load("a", run(0, 5), is_async=False),), num_tokens=12)
+    kit.worker.start(loading)
     kit.worker.finish_forward()
     *_, report = kit.reports()
     assert not report.steps
     ((num_bytes, seconds),) = report.loads
     assert num_bytes == NUM_LAYERS * PAGE_BYTES
     assert seconds >= 0
-    kit.worker.start(kit.metadata(), 5, 5)
+    kit.worker.start(kit.metadata(num_tokens=5))
     assert not kit.reports()[3].steps, "it had no forward"
 
 
