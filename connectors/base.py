@@ -104,8 +104,8 @@ class KVConnectorBase_V1(ABC):  # noqa: N801 - the protocol's name
     """Brings KV from elsewhere and takes it there. See the module's docstring.
 
     Beside vLLM's protocol there are extensions, all of which a connector may leave alone: `lanes`,
-    `get_layer_gates`, `default_load_failure_policy`, and what `interlace check` is told by `kv_is_synthetic`, `check_setup`,
-    `store_fault_kinds` and `inject_store_fault`.
+    `get_layer_gates`, `default_load_failure_policy`, and what `interlace check` is told by
+    `kv_is_synthetic`, `check_setup`, `store_fault_kinds` and `inject_store_fault`.
     """
 
     kv_is_synthetic: bool = False

@@ -3,10 +3,10 @@
 A record is *free*; *pending*, while a save copies into it; or *stored*, and found by the hash of
 its block. Loads pin stored records: until they are let go, nothing else is copied into them.
 
-**What goes first.** Stored records without pins are in order of their last use. Using a prefix
-makes all of its records the newest, its head last of all, and a block that is stored later goes
-right before the block that it follows. So of a prefix the tail is lost before the head, without
-which it could not be hit.
+**What goes first.** Stored records are in order of their last use; pinned ones are passed over.
+Using a prefix makes all of its records the newest, its head last of all, and a block that is
+stored later goes right before the block that it follows. So of a prefix the tail is lost before
+the head, without which it could not be hit.
 
 **Neighbours.** Copies of neighbouring records are faster. A run is allocated behind the record of
 the block before it, if that is free, then in whole extents, then in what is left of others. When
@@ -34,7 +34,7 @@ class HostIndex:
         """All records are free. `num_records` is at least 1."""
         assert num_records >= 1
         self._free = FreeExtents(num_records)
-        self._unused = Recency(num_records)  # stored records without pins
+        self._order = Recency(num_records)  # of stored records
         self._hash_in: list[bytes | None] = [None] * num_records  # of stored ones
         self._num_pins = [0] * num_records
         self._record_of: dict[bytes, int] = {}
@@ -89,16 +89,14 @@ class HostIndex:
         """Pending records hold these blocks now, none of which is stored; they follow the block
         `parent_hash`, or none."""
         place = None if parent_hash is None else self._record_of.get(parent_hash)
-        if place is not None and place not in self._unused:
-            place = None
         for record, block_hash in zip(records, block_hashes, strict=True):
             assert block_hash not in self._record_of
             self._hash_in[record] = block_hash
             self._record_of[block_hash] = record
             if place is None:
-                self._unused.add_newest(record)
+                self._order.add_newest(record)
             else:
-                self._unused.add_older(record, place)
+                self._order.add_older(record, place)
             place = record
 
     def give_up(self, records: Sequence[int]) -> None:
@@ -110,31 +108,22 @@ class HostIndex:
 
     def touch(self, block_hashes: Sequence[bytes]) -> None:
         """A prefix was used: what of it is stored goes last, its head last of all."""
-        for block_hash in reversed(block_hashes):
-            record = self._record_of.get(block_hash)
-            if record is not None and record in self._unused:
-                self._unused.remove(record)
-                self._unused.add_newest(record)
+        found = map(self._record_of.get, reversed(block_hashes))
+        self._order.refresh([record for record in found if record is not None])
 
     def pin(self, block_hashes: Sequence[bytes]) -> list[int]:
         """The records of stored blocks, which a load reads until `unpin`."""
         records = [self._record_of[block_hash] for block_hash in block_hashes]
         for record in records:
             self._num_pins[record] += 1
-            if record in self._unused:
-                self._unused.remove(record)
         return records
 
     def unpin(self, records: Sequence[int]) -> None:
-        """A load that has pinned these reads them no more. In order of position."""
-        for record in reversed(records):
+        """A load that has pinned these reads them no more."""
+        for record in records:
             self._num_pins[record] -= 1
-            if self._num_pins[record]:
-                continue
-            if self._hash_in[record] is None:
+            if self._hash_in[record] is None and not self._num_pins[record]:
                 self._free.give_back(record)
-            else:
-                self._unused.add_newest(record)
 
     # ---------------------------------------------------------------- forgetting
 
@@ -146,8 +135,8 @@ class HostIndex:
             return
         self._hash_in[record] = None
         del self._record_of[block_hash]
-        if record in self._unused:
-            self._unused.remove(record)
+        self._order.remove(record)
+        if not self._num_pins[record]:
             self._free.give_back(record)
 
     def clear(self) -> None:
@@ -172,10 +161,10 @@ class HostIndex:
 
     def _oldest(self, most: int, keep: Container[bytes]) -> list[int]:
         found: list[int] = []
-        for record in self._unused:
+        for record in self._order:
             if len(found) == most:
                 break
-            if self._hash_in[record] not in keep:
+            if not self._num_pins[record] and self._hash_in[record] not in keep:
                 found.append(record)
         return found
 
@@ -195,5 +184,5 @@ class HostIndex:
     def __repr__(self) -> str:
         return (
             f"<HostIndex stored={self.num_stored} free={self.num_free} of {self.num_records},"
-            f" may go={len(self._unused)}>"
+            f" pinned={sum(map(bool, self._num_pins))}>"
         )

@@ -5,7 +5,7 @@ Knows nothing of what records hold. Any one thread.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 _OUT = -1
 
@@ -43,6 +43,30 @@ class Recency:
         """Add `number`, which is not in it, so that it goes right before `than`, which is."""
         assert than in self
         self._insert(number, than)
+
+    def refresh(self, numbers: Sequence[int]) -> None:
+        """Make these, all of which are in it, the last to go, in this order.
+
+        What was made so together before is moved as one: its neighbours are compared, not changed.
+        """
+        newer = self._newer
+        begin = 0
+        while begin < len(numbers):
+            end = begin + 1
+            while end < len(numbers) and newer[numbers[end - 1]] == numbers[end]:
+                end += 1
+            self._move_to_end(numbers[begin], numbers[end - 1])
+            begin = end
+
+    def _move_to_end(self, first: int, last: int) -> None:
+        """Move neighbours, from the oldest of them to the newest."""
+        before, behind = self._older[first], self._newer[last]
+        if behind == self._end:
+            return
+        self._newer[before], self._older[behind] = behind, before
+        newest = self._older[self._end]
+        self._newer[newest], self._older[first] = first, newest
+        self._newer[last], self._older[self._end] = self._end, last
 
     def remove(self, number: int) -> None:
         """Take `number` out, which is in it."""
