@@ -217,7 +217,8 @@ class KVConnectorBase_V1(ABC):  # noqa: N801 - the protocol's name
         short step is captured a second time with a wait before every layer's KV write, and a step
         that loads is replayed so: `start_load_kv` queues the copies layer by layer, arms the gates
         for the step's id behind them, and returns; no layer hook is called. Were they not all
-        armed for that step, it runs in pieces or eager, with its layer hooks. A connector with
+        armed for that step, it runs eager, with its layer hooks, though `start_load_kv` was told
+        that a full graph would run. A connector with
         gates need not say `requires_piecewise_for_cudagraph`. An extension of the protocol.
         """
         return None

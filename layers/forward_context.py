@@ -39,7 +39,11 @@ class CacheOnlyAttentionLayer:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TritonAttentionMetadata:
-    """Where the step's tokens lie (vLLM's fields of that name). T tokens of B requests."""
+    """Where the step's tokens lie (vLLM's fields of that name). T tokens of B requests.
+
+    On a GPU some are views on memory that the next step overwrites, behind this one on the compute
+    stream: who reads them on another stream makes that one wait, or copies them first.
+    """
 
     num_actual_tokens: int
     """T."""
