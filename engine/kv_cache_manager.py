@@ -5,10 +5,12 @@ Knows requests and the pool, not the step budget. Loop thread only, never awaits
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from interlace.engine.block_hash import BlockHash
 from interlace.engine.block_pool import BlockPool, BlockTokens, KVCacheBlock
 from interlace.engine.config import CacheConfig
 from interlace.engine.events import EventBus
@@ -116,23 +118,46 @@ class KVCacheManager:
 
         `step_id` is the step that computes up to `num_tokens`. Only known tokens have hashes.
         """
-        num_full = min(num_tokens // self.block_size, len(request.block_hashes))
-        for i in range(request.num_hashed_blocks, num_full):
-            if self.pool.mark_pending(
-                request.blocks[i], request.block_hashes[i], self._tokens_of(request, i), step_id
-            ):
-                self._pending.setdefault(step_id, []).append(request.blocks[i])
-        request.num_hashed_blocks = max(request.num_hashed_blocks, num_full)
+        mark = self.pool.mark_pending
+        new = [
+            block
+            for block, block_hash, tokens in self._unhashed(request, num_tokens)
+            if mark(block, block_hash, tokens, step_id)
+        ]
+        if new:
+            self._pending.setdefault(step_id, []).extend(new)
+        self._note_hashed(request, num_tokens)
 
     def publish_loaded(self, request: Request, num_tokens: int) -> None:
         """The request's first `num_tokens` tokens lie in its blocks: publish the full ones."""
-        num_full = min(num_tokens // self.block_size, len(request.block_hashes))
-        for i in range(request.num_hashed_blocks, num_full):
-            block = request.blocks[i]
-            tokens = self._tokens_of(request, i)
+        for block, block_hash, tokens in self._unhashed(request, num_tokens):
             # No step fills it: it is published on the spot.
-            if self.pool.mark_pending(block, request.block_hashes[i], tokens, step_id=0):
+            if self.pool.mark_pending(block, block_hash, tokens, step_id=0):
                 self.pool.publish(block)
+        self._note_hashed(request, num_tokens)
+
+    def _unhashed(
+        self, request: Request, num_tokens: int
+    ) -> Iterator[tuple[KVCacheBlock, BlockHash, BlockTokens]]:
+        """The request's full blocks within [0, num_tokens) that were not offered to the pool yet.
+
+        A long prompt has hundreds: its tokens are cut up without a look at each.
+        """
+        size, start = self.block_size, request.num_hashed_blocks
+        stop = min(num_tokens // size, len(request.block_hashes))
+        if start >= stop:
+            return
+        hashes = request.block_hashes[start:stop]
+        flat = iter(request.all_token_ids[start * size : stop * size])
+        parents = itertools.chain([request.hash_before(start)], hashes)
+        cut = zip(*[flat] * size, strict=True)
+        for block, block_hash, parent, token_ids in zip(
+            request.blocks[start:stop], hashes, parents, cut, strict=False
+        ):
+            yield block, block_hash, BlockTokens(parent, token_ids)
+
+    def _note_hashed(self, request: Request, num_tokens: int) -> None:
+        num_full = min(num_tokens // self.block_size, len(request.block_hashes))
         request.num_hashed_blocks = max(request.num_hashed_blocks, num_full)
 
     def withdraw(self, blocks: Sequence[KVCacheBlock]) -> None:
@@ -167,11 +192,10 @@ class KVCacheManager:
         else:
             self._fence(leaving)
 
-    def _tokens_of(self, request: Request, index: int, end: int | None = None) -> BlockTokens:
+    def _tokens_of(self, request: Request, index: int, end: int) -> BlockTokens:
         """What the request's block number `index` holds, up to position `end`."""
         start = index * self.block_size
-        stop = start + self.block_size if end is None else end
-        return BlockTokens(request.hash_before(index), tuple(request.all_token_ids[start:stop]))
+        return BlockTokens(request.hash_before(index), tuple(request.all_token_ids[start:end]))
 
     def _tail_of(self, request: Request) -> tuple[KVCacheBlock, BlockTokens] | None:
         """The request's partly filled block, if it has one."""
