@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from interlace.connectors.base import CopyBlocksOp, KVConnectorBase_V1
@@ -23,6 +23,7 @@ from interlace.engine.kv_connector import (
     KVConnectorMetadata,
     KVConnectorRole,
 )
+from interlace.engine.ports import LayerGates
 
 if TYPE_CHECKING:
     import torch
@@ -30,6 +31,20 @@ if TYPE_CHECKING:
     from interlace.layers.forward_context import ForwardContext
 
 logger = logging.getLogger(__name__)
+
+
+class _AllGates:
+    """Gates of several children: `LayerGates`."""
+
+    def __init__(self, gates: Sequence[LayerGates]) -> None:
+        self._gates = tuple(gates)
+
+    def wait_here(self, layer: int) -> None:
+        for gates in self._gates:
+            gates.wait_here(layer)
+
+    def are_armed(self, step_id: int) -> bool:
+        return all(gates.are_armed(step_id) for gates in self._gates)
 
 
 class MultiWorkerSide(KVConnectorBase_V1):
@@ -103,6 +118,12 @@ class MultiWorkerSide(KVConnectorBase_V1):
         """A slot per child; None if none has any."""
         parts = self._each("get_handshake_metadata", lambda c: c.get_handshake_metadata())
         return MultiHandshakeMetadata(tuple(parts)) if _any(parts) else None
+
+    def get_layer_gates(self) -> LayerGates | None:
+        """All children's gates as one; None if none has any. A step for which one child's alone
+        are armed runs with its layer hooks."""
+        gates = [one for one in self._each("get_layer_gates", lambda c: c.get_layer_gates()) if one]
+        return _AllGates(gates) if gates else None
 
     # ---------------------------------------------------------------- every step
 

@@ -37,8 +37,9 @@ async def test_one_by_one_cold_then_together_with_prefixes_cached(
         assert cached.usage.num_local_cached_tokens == CASES[0]["n_prompt"] - 1
 
 
-@pytest.mark.parametrize("depth", [1, 2])
-@pytest.mark.parametrize("limit", ["chunks_of_16", "preemption"])
+@pytest.mark.parametrize(
+    ("limit", "depth"), [("chunks_of_16", 2), ("preemption", 1), ("preemption", 2)]
+)
 async def test_together_within_tight_limits(
     default_model: LoadedModel, depth: int, limit: str
 ) -> None:

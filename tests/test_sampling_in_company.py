@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 from tiny_model import VOCAB_SIZE, tiny_model
@@ -10,6 +11,8 @@ from tiny_model import VOCAB_SIZE, tiny_model
 from interlace import AsyncEngine, Completion, EngineConfig, SamplingParams
 
 PROMPT = [5, 9, 2, 44, 9, 31]
+ROOM: dict[str, Any] = {"num_gpu_blocks_override": 80}
+"""Enough for all, and made at once: the default would be a hundred thousand blocks."""
 PARAMS = [
     pytest.param(SamplingParams(temperature=1.3, seed=11, max_tokens=24), id="seed"),
     pytest.param(
@@ -52,12 +55,12 @@ async def _answer(params: SamplingParams, config: EngineConfig, company: int) ->
 
 @pytest.mark.parametrize("params", PARAMS)
 async def test_company_depth_chunks_and_preemption_change_nothing(params: SamplingParams) -> None:
-    alone = await _answer(params, EngineConfig(max_inflight_steps=1), 0)  # I11
+    alone = await _answer(params, EngineConfig(max_inflight_steps=1, **ROOM), 0)  # I11
     assert len(alone.token_ids) >= max(1, params.min_tokens)
     configs = [
-        EngineConfig(max_inflight_steps=1),
-        EngineConfig(max_inflight_steps=2),
-        EngineConfig(max_inflight_steps=2, max_num_batched_tokens=3),
+        EngineConfig(max_inflight_steps=1, **ROOM),
+        EngineConfig(max_inflight_steps=2, **ROOM),
+        EngineConfig(max_inflight_steps=2, max_num_batched_tokens=3, **ROOM),
         EngineConfig(max_inflight_steps=2, block_size=4, num_gpu_blocks_override=12),
     ]
     for config in configs:
@@ -74,7 +77,7 @@ async def test_seeds_of_the_engine_repeat_and_differ() -> None:
     params = SamplingParams(temperature=1.0, max_tokens=16)
 
     async def two(seed: int) -> list[tuple[int, ...]]:
-        async with AsyncEngine.from_loaded(EngineConfig(seed=seed), tiny_model()) as engine:
+        async with AsyncEngine.from_loaded(EngineConfig(seed=seed, **ROOM), tiny_model()) as engine:
             return [(await engine.complete(PROMPT, params)).token_ids for _ in range(2)]
 
     first, again, other = await two(0), await two(0), await two(1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -43,6 +44,7 @@ def test_every_public_method_of_the_base_is_overridden() -> None:
     sane = {
         "role",
         "lanes",  # each child asks for its own
+        "default_load_failure_policy",  # the engine has one, whatever its children are
     }
     names = {name for name in vars(KVConnectorBase_V1) if not name.startswith("_")}
     inherited = {
@@ -52,6 +54,39 @@ def test_every_public_method_of_the_base_is_overridden() -> None:
         is inspect.getattr_static(KVConnectorBase_V1, name)
     }
     assert inherited == sane
+
+
+class Gates:
+    """Of one child."""
+
+    def __init__(self, *armed: int) -> None:
+        self.armed = armed
+        self.waited: list[int] = []
+
+    def wait_here(self, layer: int) -> None:
+        self.waited.append(layer)
+
+    def are_armed(self, step_id: int) -> bool:
+        return step_id in self.armed
+
+
+def _same(gates: Gates) -> Gates:
+    return gates
+
+
+def test_gates_of_all_children_are_waited_for_and_have_to_be_armed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    _, worker = sides_of(talker(), talker(), talker())
+    assert worker.get_layer_gates() is None
+    first, second = Gates(3, 4), Gates(4, 5)
+    for child, gates in zip(worker._children, (first, second), strict=False):
+        monkeypatch.setattr(child.connector, "get_layer_gates", functools.partial(_same, gates))
+    both = worker.get_layer_gates()
+    assert both is not None
+    both.wait_here(1)
+    assert first.waited == second.waited == [1]
+    assert [both.are_armed(step) for step in (3, 4, 5)] == [False, True, False]
 
 
 def test_what_is_registered_reaches_all_children() -> None:
