@@ -80,8 +80,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
     return Saved(tmp_path_factory.mktemp("kv"))
 
 
-@pytest.mark.parametrize("depth", [1, 2])
-@pytest.mark.parametrize("load_async", [False, True])
+@pytest.mark.parametrize(("load_async", "depth"), [(False, 1), (True, 2)])
 async def test_loaded_from_files(
     default_model: LoadedModel, saved: Saved, load_async: bool, depth: int
 ) -> None:

@@ -152,13 +152,13 @@ def test_a_draw_next_to_the_edge_may_be_either() -> None:
     """Of many seeds, those whose draw falls near the edge may have the neighbouring token."""
     oracle, params = Oracle(tiny_model(0)), SamplingParams(temperature=1.0)
     prompt, num_near = [5, 9, 2], 0
-    for seed in range(300):
+    for seed in range(100):
         (right,) = oracle.drawn(prompt, [0], params, seed)
         accepted = [t for t in range(64) if oracle.drawn(prompt, [t], params, seed) == [t]]
         assert right in accepted
         assert len(accepted) <= 3
         num_near += len(accepted) > 1
-    assert num_near < 20
+    assert num_near < 10
 
 
 # ---------------------------------------------------------------- whole checks

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +32,11 @@ def check(case: dict[str, Any], answer: Completion) -> None:
     assert answer.finish_reason == "length"
 
 
-async def all_together(engine: AsyncEngine) -> list[Completion]:
-    """Every case at once; checked, and in the order of `CASES`."""
-    answers = await asyncio.gather(*(engine.complete(case["prompt"], GREEDY) for case in CASES))
-    for case, answer in zip(CASES, answers, strict=True):
+async def all_together(
+    engine: AsyncEngine, cases: Sequence[dict[str, Any]] = CASES
+) -> list[Completion]:
+    """Every case at once; checked, and in the order of `cases`."""
+    answers = await asyncio.gather(*(engine.complete(case["prompt"], GREEDY) for case in cases))
+    for case, answer in zip(cases, answers, strict=True):
         check(case, answer)
     return answers
