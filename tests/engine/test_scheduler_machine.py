@@ -278,5 +278,5 @@ MACHINES = [
 @pytest.mark.parametrize("machine", MACHINES)
 def test_random_lives(machine: type[SchedulerMachine]) -> None:
     case = machine.TestCase
-    case.settings = settings(max_examples=75, stateful_step_count=40, deadline=None)
+    case.settings = settings(max_examples=55, stateful_step_count=40, deadline=None)
     case("runTest").runTest()
