@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import collections
-import contextlib
-import dataclasses
 import random
 import threading
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable
 
 import pytest
+from fake_streams import FakeDevice, FakeEvent
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -23,110 +20,14 @@ from interlace.layers.lanes import ThreadGate, ThreadLanes
 PATIENCE_S = 20.0
 
 
-@dataclasses.dataclass(eq=False)
-class FakeEvent:
-    """Passes as often as it was recorded."""
-
-    device: Device
-    is_external: bool
-    num_recorded: int = 0
-    num_passed: int = 0
-
-    def record(self, stream: FakeStream) -> None:
-        self.num_recorded += 1
-        number = self.num_recorded
-        stream.ops.append(("record", self, number))
-
-    def query(self) -> bool:
-        return self.num_passed >= self.num_recorded
-
-    def synchronize(self) -> None:
-        while not self.query():
-            assert self.device.step(), "this wait would never end"
-
-
-Op = tuple[str, FakeEvent, int] | Callable[[], None]
-
-
-@dataclasses.dataclass(eq=False)
-class FakeStream:
-    name: str
-    ops: collections.deque[Op] = dataclasses.field(default_factory=collections.deque)
-
-    def wait_event(self, event: FakeEvent) -> None:
-        self.ops.append(("wait", event, event.num_recorded))
-
-    @property
-    def can_run(self) -> bool:
-        if not self.ops:
-            return False
-        op = self.ops[0]
-        return callable(op) or op[0] != "wait" or op[1].num_passed >= op[2]
-
-    def run(self) -> None:
-        op = self.ops.popleft()
-        if callable(op):
-            op()
-        elif op[0] == "record":
-            op[1].num_passed = op[2]
-
-
-class Device:
-    """`Streams` whose work runs in an order that a seed decides, one piece at a time."""
-
-    def __init__(self, seed: int = 0) -> None:
-        self.random = random.Random(seed)
-        self.compute = FakeStream("compute")
-        self.streams = [self.compute]
-        self.now = 0.0
-        self.sleeps: list[float] = []
-        self._current = [self.compute]
-
-    def stream(self, *, is_urgent: bool) -> FakeStream:
-        self.streams.append(FakeStream("urgent" if is_urgent else "other"))
-        return self.streams[-1]
-
-    def event(self, *, is_external: bool = False) -> FakeEvent:
-        return FakeEvent(self, is_external)
-
-    def current(self) -> FakeStream:
-        return self._current[-1]
-
-    @contextlib.contextmanager
-    def on(self, stream: Any) -> Iterator[None]:
-        self._current.append(stream)
-        yield
-        self._current.pop()
-
-    def step(self) -> bool:
-        """Run one piece of some stream; False if nothing can run."""
-        able = [stream for stream in self.streams if stream.can_run]
-        if able:
-            self.random.choice(able).run()
-        return bool(able)
-
-    def drain(self) -> None:
-        while self.step():
-            pass
-
-    def queue(self, op: Callable[[], None]) -> None:
-        self.current().ops.append(op)
-
-    def sleep(self, seconds: float) -> None:
-        """Time passes, and the device gets on."""
-        self.now += seconds
-        self.sleeps.append(seconds)
-        self.step()
-
-
-def lanes_of(device: Device) -> CudaLanes:
+def lanes_of(device: FakeDevice) -> CudaLanes:
     return CudaLanes(device, clock=lambda: device.now, sleep=device.sleep)
 
 
 class Notes:
     """What has run on the device, in order."""
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: FakeDevice) -> None:
         self.device = device
         self.ran: list[str] = []
 
@@ -137,7 +38,7 @@ class Notes:
 
 class Kit:
     def __init__(self) -> None:
-        self.device = Device()
+        self.device = FakeDevice()
         self.lanes = lanes_of(self.device)
         self.notes = Notes(self.device)
         self.load, self.store = self.lanes.lane("load"), self.lanes.lane("store")
@@ -490,7 +391,7 @@ def test_another_thread_waits_for_a_gate_and_moves_nothing(kit: Kit) -> None:
 # ---------------------------------------------------------------- gates of graphs
 
 
-def replay(device: Device, gate: FakeEvent, op: Callable[[], None]) -> None:
+def replay(device: FakeDevice, gate: FakeEvent, op: Callable[[], None]) -> None:
     """As a captured graph: the wait takes the event's state at the launch."""
     device.compute.wait_event(gate)
     op()
@@ -538,7 +439,7 @@ class Programme:
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
-        self.device = Device(seed)
+        self.device = FakeDevice(seed)
         self.lanes = lanes_of(self.device)
         self.own = [self.lanes.lane(name) for name in ("load", "store", "third")]
         self.files: list[ThreadGate] = []

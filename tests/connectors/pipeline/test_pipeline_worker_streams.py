@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import collections
-import contextlib
-import dataclasses
-import random
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
+from fake_streams import FakeDevice, FakeEvent, FakeStream
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -29,109 +25,22 @@ NUM_RECORDS, NUM_BLOCKS, NUM_LAYERS, PAGE_BYTES = 24, 32, 5, 32
 GROUP = 2
 
 
-@dataclasses.dataclass(eq=False)
-class Event:
-    device: Device
-    num_recorded: int = 0
-    num_passed: int = 0
-    time: float = 0.0
-
-    def record(self, stream: Stream) -> None:
-        self.num_recorded += 1
-        stream.ops.append(("record", self, self.num_recorded))
-
-    def query(self) -> bool:
-        return self.num_passed >= self.num_recorded
-
-    def synchronize(self) -> None:
-        while not self.query():
-            assert self.device.step(), "this wait would never end"
-
-
-Op = tuple[str, Event, int] | Callable[[], None]
-
-
-@dataclasses.dataclass(eq=False)
-class Stream:
-    device: Device
-    ops: collections.deque[Op] = dataclasses.field(default_factory=collections.deque)
-
-    def wait_event(self, event: Event) -> None:
-        self.ops.append(("wait", event, event.num_recorded))
-
-    @property
-    def can_run(self) -> bool:
-        if not self.ops:
-            return False
-        op = self.ops[0]
-        return callable(op) or op[0] != "wait" or op[1].num_passed >= op[2]
-
-    def run(self) -> None:
-        op = self.ops.popleft()
-        self.device.now += 1.0
-        if callable(op):
-            op()
-        elif op[0] == "record":
-            op[1].num_passed = op[2]
-            op[1].time = self.device.now
-
-
-class Device:
-    """`Streams` whose pieces run one at a time, in an order that a seed decides."""
+class Device(FakeDevice):
+    """A fake device, which is a stopwatch too: each piece of work takes a second."""
 
     def __init__(self, seed: int) -> None:
-        self.random = random.Random(seed)
-        self.streams: list[Stream] = []
-        self.compute = self.stream(is_urgent=False)
-        self.now = 0.0
-        self._current = [self.compute]
-
-    def stream(self, *, is_urgent: bool) -> Stream:
-        self.streams.append(Stream(self))
-        return self.streams[-1]
-
-    def event(self, *, is_external: bool = False) -> Event:
-        return Event(self)
-
-    def current(self) -> Stream:
-        return self._current[-1]
-
-    @contextlib.contextmanager
-    def on(self, stream: Any) -> Iterator[None]:
-        self._current.append(stream)
-        yield
-        self._current.pop()
-
-    def queue(self, op: Callable[[], None]) -> None:
-        self.current().ops.append(op)
-
-    def step(self) -> bool:
-        able = [stream for stream in self.streams if stream.can_run]
-        if able:
-            self.random.choice(able).run()
-        return bool(able)
-
-    def drain(self) -> None:
-        while self.step():
-            pass
+        super().__init__(seed, op_s=1.0)
 
     def run_some(self, most: int) -> None:
         for _ in range(self.random.randrange(most + 1)):
             self.step()
 
-    def sleep(self, seconds: float) -> None:
-        """Time passes, and the device gets on."""
-        self.now += seconds
-        self.step()
-
-    # a stopwatch
-
-    def mark(self) -> Event:
+    def mark(self) -> FakeEvent:
         event = self.event()
         event.record(self.current())
         return event
 
-    def seconds(self, begin: Event, end: Event) -> float | None:
+    def seconds(self, begin: FakeEvent, end: FakeEvent) -> float | None:
         return end.time - begin.time if begin.query() and end.query() else None
 
 
@@ -223,7 +132,7 @@ class Graph:
 
     def __init__(self, kit: Kit) -> None:
         self._device = kit.device
-        stream = Stream(kit.device)
+        stream = FakeStream()
         gates = kit.pipeline.layer_gates
         assert gates is not None
         with kit.device.on(stream):
