@@ -7,7 +7,7 @@ the request's hashes, never from a count of its own, so preemption and truncatio
 from __future__ import annotations
 
 import collections
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from interlace.connectors.example_messages import (
@@ -20,7 +20,7 @@ from interlace.connectors.example_save_planner import SavePlanner, Tracked
 from interlace.connectors.kv_folders.counters import Tally
 from interlace.connectors.kv_folders.index import FolderIndex
 from interlace.connectors.kv_folders.known import BlockPlace
-from interlace.connectors.step_tables import added_blocks, computed_before
+from interlace.connectors.step_tables import computed_before, follow_blocks
 from interlace.engine.kv_connector import KVCacheBlocks, KVConnectorOutput
 from interlace.engine.kv_events import MEDIUM_STORAGE, BlockRemoved, BlockStored, KVCacheEvent
 from interlace.engine.request import Request, RequestStatus
@@ -133,7 +133,8 @@ class ExampleScheduler:
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> ExampleMetadata:
         """The step's orders."""
         self._index.keep_fresh()
-        before = self._follow(scheduler_output)
+        follow_blocks(scheduler_output, self._requests)
+        before = computed_before(scheduler_output)
         for request_id, num_new in scheduler_output.num_scheduled_tokens.items():
             tracked = self._requests.get(request_id)
             if tracked is not None and self._may_save:
@@ -148,19 +149,6 @@ class ExampleScheduler:
             discard=frozenset(orders.discard),
             release=frozenset(orders.release),
         )
-
-    def _follow(self, scheduler_output: SchedulerOutput) -> Mapping[str, int]:
-        """Keep the block tables. Request id -> tokens computed before the step."""
-        for request_id in scheduler_output.preempted_req_ids & self._requests.keys():
-            self._requests[request_id].block_ids = []
-        for request_id, added, resumed in added_blocks(scheduler_output):
-            tracked = self._requests.get(request_id)
-            if tracked is None:
-                continue
-            if resumed:
-                tracked.block_ids, tracked.num_settled = [], 0
-            tracked.block_ids.extend(added)
-        return computed_before(scheduler_output)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """Bad blocks first, then what the worker side reports of loads and saves."""

@@ -22,7 +22,7 @@ from interlace.connectors.pipeline.planner import SavePlanner, Tracked
 from interlace.connectors.pipeline.rates import Forecast, LoadRate, StepTimes, Way, choose_way
 from interlace.connectors.pipeline.sched_runs import record_runs
 from interlace.connectors.pipeline.sched_stats import Counter, PipelineStats
-from interlace.connectors.step_tables import added_blocks, computed_before
+from interlace.connectors.step_tables import computed_before, follow_blocks
 from interlace.engine.kv_connector import KVCacheBlocks, KVConnectorOutput
 from interlace.engine.request import Request, RequestStatus
 from interlace.engine.scheduler_output import SchedulerOutput
@@ -191,7 +191,10 @@ class PipelineScheduler:
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> PipelineMetadata:
         """The step's orders."""
-        before = self._follow(scheduler_output)
+        follow_blocks(scheduler_output, self._requests)
+        for request_id in scheduler_output.preempted_req_ids & self._requests.keys():
+            self._planner.fence(self._requests[request_id])
+        before = computed_before(scheduler_output)
         for request_id, num_new in scheduler_output.num_scheduled_tokens.items():
             tracked = self._requests.get(request_id)
             if tracked is not None and self._settings.may_save:
@@ -208,21 +211,6 @@ class PipelineScheduler:
             num_tokens=scheduler_output.total_num_scheduled_tokens,
             num_context_tokens=sum(before.values()),
         )
-
-    def _follow(self, scheduler_output: SchedulerOutput) -> dict[str, int]:
-        """Keep the block tables. Request id -> tokens computed before the step."""
-        for request_id in scheduler_output.preempted_req_ids & self._requests.keys():
-            tracked = self._requests[request_id]
-            tracked.block_ids = []
-            self._planner.fence(tracked)
-        for request_id, added, resumed in added_blocks(scheduler_output):
-            following = self._requests.get(request_id)
-            if following is None:
-                continue
-            if resumed:
-                following.block_ids, following.num_settled = [], 0
-            following.block_ids.extend(added)
-        return computed_before(scheduler_output)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """Bad blocks first, then what the worker side reports of loads and saves."""

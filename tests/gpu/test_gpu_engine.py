@@ -116,8 +116,7 @@ async def test_loads_of_a_connector(
             mode,
             depth,
             kv_transfer_config=KVTransferConfig(
-                kv_connector="Layerwise",
-                kv_connector_module_path="gpu_connectors",
+                kv_connector="ScriptedConnector",
                 kv_role="kv_both",
                 kv_load_failure_policy="recompute",
                 kv_connector_extra_config={"script": script},
