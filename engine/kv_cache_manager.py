@@ -121,44 +121,38 @@ class KVCacheManager:
         mark = self.pool.mark_pending
         new = [
             block
-            for block, block_hash, tokens in self._unhashed(request, num_tokens)
+            for block, block_hash, tokens in self._take_unhashed(request, num_tokens)
             if mark(block, block_hash, tokens, step_id)
         ]
         if new:
             self._pending.setdefault(step_id, []).extend(new)
-        self._note_hashed(request, num_tokens)
 
     def publish_loaded(self, request: Request, num_tokens: int) -> None:
         """The request's first `num_tokens` tokens lie in its blocks: publish the full ones."""
-        for block, block_hash, tokens in self._unhashed(request, num_tokens):
+        for block, block_hash, tokens in self._take_unhashed(request, num_tokens):
             # No step fills it: it is published on the spot.
             if self.pool.mark_pending(block, block_hash, tokens, step_id=0):
                 self.pool.publish(block)
-        self._note_hashed(request, num_tokens)
 
-    def _unhashed(
+    def _take_unhashed(
         self, request: Request, num_tokens: int
     ) -> Iterator[tuple[KVCacheBlock, BlockHash, BlockTokens]]:
-        """The request's full blocks within [0, num_tokens) that were not offered to the pool yet.
+        """The request's full blocks within [0, num_tokens) that were not offered to the pool yet;
+        they count as offered from now on.
 
         A long prompt has hundreds: its tokens are cut up without a look at each.
         """
         size, start = self.block_size, request.num_hashed_blocks
         stop = min(num_tokens // size, len(request.block_hashes))
         if start >= stop:
-            return
+            return iter(())
+        request.num_hashed_blocks = stop
         hashes = request.block_hashes[start:stop]
         flat = iter(request.all_token_ids[start * size : stop * size])
         parents = itertools.chain([request.hash_before(start)], hashes)
         cut = zip(*[flat] * size, strict=True)
-        for block, block_hash, parent, token_ids in zip(
-            request.blocks[start:stop], hashes, parents, cut, strict=False
-        ):
-            yield block, block_hash, BlockTokens(parent, token_ids)
-
-    def _note_hashed(self, request: Request, num_tokens: int) -> None:
-        num_full = min(num_tokens // self.block_size, len(request.block_hashes))
-        request.num_hashed_blocks = max(request.num_hashed_blocks, num_full)
+        tokens = itertools.starmap(BlockTokens, zip(parents, cut, strict=False))
+        return zip(request.blocks[start:stop], hashes, tokens, strict=False)
 
     def withdraw(self, blocks: Sequence[KVCacheBlock]) -> None:
         """Nothing that these blocks hold, or will hold after a step in flight, may be found."""
