@@ -6,19 +6,25 @@ import asyncio
 import itertools
 import math
 import shutil
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from connected_gpu import (
+    BLOCK_SIZE,
+    NUM_TOKENS,
+    PATIENCE_S,
+    PROMPTS,
+    an_engine,
+    ask,
+    ask_all,
+    settle,
+)
 from tiny_model import VOCAB_SIZE, plain_answer, tiny_model
 
-from interlace import AsyncEngine, EngineConfig, KVTransferConfig, SamplingParams
 from interlace.connectors.kv_folders.pages import DevicePages, layer_pages
-from interlace.engine.outputs import Completion
 from interlace.layers.checkpoint import LoadedModel
 from interlace.layers.kv_copy import copy_kv_blocks, host_buffers
 from interlace.layers.kv_memory import PageShape
@@ -28,13 +34,8 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
 ]
-PATIENCE_S = 60.0
-BLOCK_SIZE = 4
-NUM_TOKENS = 9
 LONG = 100_000_000
 """Cycles: about 50 ms."""
-COMMON = [5, 9, 2, 7, 1, 1, 8, 3]
-PROMPTS = [COMMON + [i] * (5 * i) for i in range(1, 6)] + [COMMON[:6], list(range(50))]
 
 modes = pytest.mark.parametrize("mode", ["NONE", "FULL_AND_PIECEWISE"])
 both_depths = pytest.mark.parametrize("depth", [1, 2])
@@ -50,65 +51,6 @@ def model() -> LoadedModel:
 def answers() -> list[list[int]]:
     plain = tiny_model(head_dim=64)
     return [plain_answer(plain, prompt, NUM_TOKENS) for prompt in PROMPTS]
-
-
-@asynccontextmanager
-async def an_engine(
-    model: LoadedModel,
-    connector: str,
-    extra: dict[str, Any],
-    *,
-    mode: str | None = None,
-    depth: int = 1,
-    **options: Any,
-) -> AsyncIterator[AsyncEngine]:
-    """With room for few requests, so that blocks are handed on soon."""
-    given: dict[str, Any] = {
-        "block_size": BLOCK_SIZE,
-        "num_gpu_blocks_override": 60,
-        "max_num_seqs": 6,
-        "max_num_batched_tokens": 64,
-        **options,
-    }
-    config = EngineConfig(
-        cudagraph_mode=mode,
-        max_inflight_steps=depth,
-        kv_transfer_config=KVTransferConfig(
-            kv_connector=connector,
-            kv_role="kv_both",
-            kv_load_failure_policy="recompute",
-            kv_connector_extra_config=extra,
-        ),
-        **given,
-    )
-    async with AsyncEngine.from_loaded(config, model) as engine:
-        yield engine
-
-
-async def ask(engine: AsyncEngine, prompt: Sequence[int], num_tokens: int = NUM_TOKENS) -> Any:
-    params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
-    async with asyncio.timeout(PATIENCE_S):
-        return await engine.complete(list(prompt), params)
-
-
-async def ask_all(engine: AsyncEngine, answers: list[list[int]]) -> list[Completion]:
-    """All prompts at once; each answer is right."""
-    done = await asyncio.gather(*(ask(engine, prompt) for prompt in PROMPTS))
-    assert [list(one.token_ids) for one in done] == answers
-    return list(done)
-
-
-def _has_settled(engine: AsyncEngine) -> bool:
-    snapshot = engine.snapshot()
-    return snapshot.idle and not snapshot.num_held_requests
-
-
-async def settle(engine: AsyncEngine) -> None:
-    """Until every save has ended: some of them arrive steps after they were queued."""
-    async with asyncio.timeout(PATIENCE_S):
-        while not _has_settled(engine):  # noqa: ASYNC110 - no event tells of it
-            await asyncio.sleep(0.002)
-    assert engine.snapshot().stats.num_stray_reports == 0
 
 
 def example(root: Path, **extra: Any) -> dict[str, Any]:
@@ -228,6 +170,7 @@ async def states_of(
     async with an_engine(model, "ExampleHiddenStatesConnector", extra, **options) as engine:
         done = await asyncio.gather(*(ask(engine, prompt) for prompt in PROMPTS))
         for prompt, one in zip(PROMPTS, done, strict=True):
+            assert one.kv_transfer_params is not None
             path = one.kv_transfer_params["hidden_states_path"]
             tensors = await asyncio.to_thread(load_file, path)
             assert tensors["token_ids"].tolist() == prompt

@@ -4,33 +4,29 @@ right answers after eviction on both sides, in `interlace check` too. Each test 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
+import connected_gpu
 import pytest
 import torch
+from connected_gpu import BLOCK_SIZE, NUM_TOKENS, PROMPTS, ask, ask_all, settle
 from tiny_model import plain_answer, tiny_model
 
-from interlace import AsyncEngine, EngineConfig, KVTransferConfig, SamplingParams
+from interlace import AsyncEngine
 from interlace.connectors.conformance import check_connector
 from interlace.connectors.conformance.deadline import call_within
 from interlace.connectors.pipeline_connector import PipelineConnector
-from interlace.engine.outputs import Completion
 from interlace.layers.checkpoint import LoadedModel
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
 ]
-PATIENCE_S = 60.0
 CHECK_S = 110.0
-BLOCK_SIZE = 4
-NUM_TOKENS = 9
 RECORD_BYTES = 2 * 2 * BLOCK_SIZE * 2 * 64 * 4
 """Layers, K and V, tokens, heads, head size, float32."""
-COMMON = [5, 9, 2, 7, 1, 1, 8, 3]
-PROMPTS = [COMMON + [i] * (5 * i) for i in range(1, 6)] + [COMMON[:6], list(range(50))]
 
 graphs = pytest.mark.parametrize("graphs", ["NONE", "PIECEWISE", "FULL_AND_PIECEWISE"])
 both_depths = pytest.mark.parametrize("depth", [1, 2])
@@ -59,57 +55,21 @@ async def an_engine(
     group_size: int = 1,
     **options: Any,
 ) -> AsyncIterator[AsyncEngine]:
-    """With room for few requests, so that blocks are handed on soon."""
-    given: dict[str, Any] = {
-        "block_size": BLOCK_SIZE,
-        "num_gpu_blocks_override": 60,
-        "max_num_seqs": 6,
-        "max_num_batched_tokens": 64,
-        **options,
+    """Over host memory of so many records."""
+    extra = {
+        "load_mode": load_mode,
+        "group_size": group_size,
+        "host_bytes": num_records * RECORD_BYTES,
     }
-    config = EngineConfig(
-        cudagraph_mode=graphs,
-        max_inflight_steps=depth,
-        kv_transfer_config=KVTransferConfig(
-            kv_connector="PipelineConnector",
-            kv_role="kv_both",
-            kv_load_failure_policy="recompute",
-            kv_connector_extra_config={
-                "load_mode": load_mode,
-                "group_size": group_size,
-                "host_bytes": num_records * RECORD_BYTES,
-            },
-        ),
-        **given,
-    )
-    async with AsyncEngine.from_loaded(config, model) as engine:
+    async with connected_gpu.an_engine(
+        model, "PipelineConnector", extra, mode=graphs, depth=depth, **options
+    ) as engine:
         yield engine
-
-
-async def ask(engine: AsyncEngine, prompt: Sequence[int]) -> Completion:
-    params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
-    async with asyncio.timeout(PATIENCE_S):
-        return await engine.complete(list(prompt), params)
-
-
-async def ask_all(engine: AsyncEngine, answers: list[list[int]]) -> list[Completion]:
-    """All prompts at once; each answer is right."""
-    done = await asyncio.gather(*(ask(engine, prompt) for prompt in PROMPTS))
-    assert [list(one.token_ids) for one in done] == answers
-    return list(done)
-
-
-def _has_settled(engine: AsyncEngine) -> bool:
-    snapshot = engine.snapshot()
-    return snapshot.idle and not snapshot.num_held_requests
 
 
 async def forget_on_device(engine: AsyncEngine) -> None:
     """Once every save has ended."""
-    async with asyncio.timeout(PATIENCE_S):
-        while not _has_settled(engine):  # noqa: ASYNC110 - no event tells of it
-            await asyncio.sleep(0.002)
-    assert engine.snapshot().stats.num_stray_reports == 0
+    await settle(engine)
     assert engine.reset_prefix_cache()
 
 
