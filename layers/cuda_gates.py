@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 from interlace.layers.cuda_streams import Event, Stream, Streams
 
 if TYPE_CHECKING:
-    from interlace.layers.cuda_lanes import CudaLane, LaneHost
+    from interlace.layers.cuda_lane_host import LaneHost
+    from interlace.layers.cuda_lanes import CudaLane
 
 _SHORTEST_PAUSE_S = 20e-6
 _LONGEST_PAUSE_S = 1e-3
@@ -140,10 +141,11 @@ class GraphGate:
         """Let the current stream wait for it; while a graph is captured, each of its replays."""
         self._streams.current().wait_event(self._event)
 
-    def record(self, stream: Stream, step_id: int) -> None:
-        """For lanes: arm it behind all that is on `stream`."""
+    def record(self, stream: Stream, step_id: int) -> Event:
+        """For lanes: arm it behind all that is on `stream`. Returns the event that passes then."""
         self._event.record(stream)
         self.armed_for = step_id
+        return self._event
 
 
 class Patience:

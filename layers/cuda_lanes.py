@@ -13,6 +13,9 @@ stream when the gate has opened and somebody asks: any call of a lane, `Gate.que
 on the device thread, or `CudaLanes.poll`. So a step that must find the work on its stream waits for
 the gate first, or says `compute.wait`.
 
+A work may come in parts, with a gate behind each (`submit_parts`): that takes the host less time
+than as many works do.
+
 **Threads.** Lanes belong to the device thread, which makes them; gates may be asked and waited for
 by any thread, but while graphs are captured by none.
 
@@ -26,15 +29,15 @@ An error of the device itself comes out of whatever call meets it.
 
 from __future__ import annotations
 
-import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
 from interlace.engine.errors import LaneClosedError, LaneFullError
 from interlace.engine.ports import Gate
-from interlace.layers.cuda_gates import CudaGate, GraphGate, Patience
+from interlace.layers.cuda_gates import CudaGate, GraphGate
+from interlace.layers.cuda_lane_host import LaneHost
 from interlace.layers.cuda_streams import Stream, Streams
 from interlace.layers.lane_queue import without_frames
 
@@ -114,14 +117,25 @@ class ComputeLane:
         return True
 
 
+class _Part(NamedTuple):
+    """Of a work: what it does, and what opens behind it."""
+
+    gate: CudaGate
+    work: Callable[[], None]
+    armed: GraphGate | None = None
+
+
 class _Entry(NamedTuple):
     """A work or a record that is not on the stream yet."""
 
     gate: CudaGate
+    """Behind all of it."""
     after: list[Gate]
     """What the stream, or the host, waits for first."""
-    work: Callable[[], None] | None
+    parts: tuple[_Part, ...]
     """None of a record."""
+    step_id: int | None = None
+    """For which graph gates are armed."""
 
 
 class CudaLane:
@@ -158,18 +172,45 @@ class CudaLane:
 
         Raises: `LaneFullError`, and `LaneClosedError` after `close`.
         """
+        gate = CudaGate(self._host, self)
+        self._add_work((_Part(gate, work),))
+        return gate
+
+    def submit_parts(
+        self,
+        parts: Sequence[Callable[[], None]],
+        graph_gates: Sequence[GraphGate],
+        step_id: int,
+    ) -> list[CudaGate]:
+        """Run `parts`, one at least, as one work; a gate for each opens as soon as it has ended.
+
+        With each, one of `graph_gates` is armed for the graphs of this step: see `arm`. They are
+        the same events, so when it is armed again before that has ended, the gate here opens later.
+        A part that raises fails its own gate; the next ones run, but arm nothing.
+
+        Raises: as `submit`.
+        """
+        work = tuple(
+            _Part(CudaGate(self._host, self), part, armed)
+            for part, armed in zip(parts, graph_gates, strict=True)
+        )
+        self._add_work(work, step_id)
+        return [part.gate for part in work]
+
+    def _add_work(self, parts: tuple[_Part, ...], step_id: int | None = None) -> None:
         self._host.poll()
         self._check_room()
         self._num_held_works += 1
         self._has_new = True
-        return self._add(work)
+        self._add(parts[-1].gate, parts, step_id)
 
     def record(self) -> CudaGate:
         """A gate for all that was submitted and waited for so far."""
         if not self._has_new and self._bare_record is not None:
             return self._bare_record
         was_bare, self._has_new = not self._has_new, False
-        gate = self._add(None)
+        gate = CudaGate(self._host, self)
+        self._add(gate)
         self._bare_record = gate if was_bare else None
         return gate
 
@@ -239,13 +280,13 @@ class CudaLane:
                 " it may: drop this one, or wait for a gate and try again."
             )
 
-    def _add(self, work: Callable[[], None] | None) -> CudaGate:
+    def _add(
+        self, gate: CudaGate, parts: tuple[_Part, ...] = (), step_id: int | None = None
+    ) -> None:
         waits, self._waits = self._waits, []
-        gate = CudaGate(self._host, self)
-        self._held.append(_Entry(gate, waits, work))
+        self._held.append(_Entry(gate, waits, parts, step_id))
         self._host.note_busy(self)
         self.advance()
-        return gate
 
     # ---------------------------------------------------------------- for `LaneHost`
 
@@ -282,89 +323,58 @@ class CudaLane:
         for gate in entry.after:
             if isinstance(gate, CudaGate):
                 gate.hold_back(self._stream)
-        if entry.work is None:
+        if not entry.parts:
             error, self._error = self._error, None
-            self._put(entry, error)
+            self._put(entry.gate, error)
             return
         self._is_launching = True
-        error = None
         try:
             with self._streams.on(self._stream):
-                entry.work()
+                for part in entry.parts:
+                    self._run(part, entry.step_id)
+        except BaseException as raised:
+            for part in entry.parts:
+                if not part.gate.is_queued:
+                    self._put(part.gate, raised)  # it never ran
+            raise
+        finally:
+            self._is_launching = False
+            self._num_held_works -= 1
+            self._running.append(entry)
+
+    def _run(self, part: _Part, step_id: int | None) -> None:
+        error: BaseException | None = None
+        try:
+            part.work()
         except Exception as raised:  # noqa: BLE001 - whatever it is, it belongs to the gate
             error = without_frames(raised, self._name)
         except BaseException as raised:
             error = raised
             raise
         finally:
-            self._is_launching = False
-            self._num_held_works -= 1
             self._error = self._error or error
-            self._running.append(entry)
-            self._put(entry, error)
+            if part.armed is None or step_id is None or self._error is not None:
+                self._put(part.gate, error)
+            else:
+                part.gate.put(part.armed.record(self._stream, step_id), None)
 
-    def _put(self, entry: _Entry, error: BaseException | None) -> None:
+    def _put(self, gate: CudaGate, error: BaseException | None) -> None:
         event = self._streams.event()
         event.record(self._stream)
-        entry.gate.put(event, error)
+        gate.put(event, error)
 
     def _drop(self) -> None:
         """Fail what is held back; records among it open behind what is on the stream."""
         held, self._held = self._held, deque()
         for entry in held:
-            if entry.work is None:
+            if not entry.parts:
                 self._launch(entry._replace(after=[]))
                 continue
             dropped = LaneClosedError(f"lane {self._name!r} was closed before this ran.")
             self._error = self._error or dropped
             self._num_held_works -= 1
-            entry.gate.fail(dropped)
-
-
-class LaneHost:
-    """What all lanes of one `CudaLanes` share: who is looked after, and time."""
-
-    def __init__(self, clock: Callable[[], float], sleep: Callable[[float], None]) -> None:
-        self._clock = clock
-        self._sleep = sleep
-        self._thread = threading.get_ident()
-        self._busy: list[CudaLane] = []
-
-    def note_busy(self, lane: CudaLane) -> None:
-        """Keep the lane, and look after it, until nothing of it is left to do."""
-        if not any(lane is other for other in self._busy):
-            self._busy.append(lane)
-
-    def poll(self) -> None:
-        """Let all lanes get on. Nothing on other threads than the device's."""
-        if threading.get_ident() != self._thread:
-            return
-        # A lane that gets on may be what another one waits for.
-        while any(lane.advance() for lane in self._busy):
-            pass
-        self._busy = [lane for lane in self._busy if not lane.is_idle]
-
-    @property
-    def holds_back(self) -> bool:
-        """Whether any lane does."""
-        return any(lane.is_holding_back for lane in self._busy)
-
-    def obstacle_of(self, lane: CudaLane | None) -> Gate | None:
-        """What the host has to wait for so that the lane gets on: a gate that is not ours.
-
-        None if that is not known: on other threads, or while the lane's own work runs.
-        """
-        if threading.get_ident() != self._thread or lane is None:
-            return None
-        obstacle = lane.obstacle()
-        while isinstance(obstacle, CudaGate) and obstacle.host is self:
-            # Gates are made before they are waited for, so this comes to an end.
-            obstacle = None if obstacle.lane is None else obstacle.lane.obstacle()
-        return obstacle
-
-    def patience(self, timeout_s: float | None) -> Patience:
-        """For one wait."""
-        return Patience(timeout_s, self._clock, self._sleep)
+            for part in entry.parts:
+                part.gate.fail(dropped)
 
 
 def _may_pass(gate: Gate) -> bool:

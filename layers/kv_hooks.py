@@ -211,15 +211,17 @@ class KVHooks:
         """
         if not self._call("has_connector_metadata"):
             return None
-        by_layer = self._context.attn_metadata
-        assert by_layer is not None, "layers run in steps with tokens"
-        layers = [(n, layer.kv_cache, by_layer[n]) for n, layer in self._layers.items()]
+        context, layers = self._context, list(self._layers.items())
 
         def wait(layer: int) -> None:
             self._wait_for_layer(output, layers[layer][0])
 
         def save(layer: int) -> None:
-            self._call("save_kv_layer", *layers[layer])
+            # Asked here, since it may have to be made: by then the device has work.
+            by_layer = context.attn_metadata
+            assert by_layer is not None, "layers run in steps with tokens"
+            name, one = layers[layer]
+            self._call("save_kv_layer", name, one.kv_cache, by_layer[name])
 
         return LayerHooks(wait, save)
 

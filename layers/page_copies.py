@@ -93,6 +93,19 @@ class _SlabPart(NamedTuple):
     """int64, of each row, on the device."""
 
 
+class _Rows(NamedTuple):
+    """Where rows of bytes lie."""
+
+    address: int
+    pitch: int
+    """Bytes from one to the next."""
+
+    @classmethod
+    def of(cls, rows: torch.Tensor) -> _Rows:
+        """The rows of uint8 [rows, ...]."""
+        return cls(rows.data_ptr(), rows.stride(0))
+
+
 class PageCopies:
     """Copies for one lane: what is queued with one of these stays in order."""
 
@@ -115,7 +128,7 @@ class PageCopies:
         self._rows = [_page_rows(i, pages) for i, pages in enumerate(layers)]
         _check_records(records, self._rows)
         self._records = records
-        self._num_blocks, self._page_bytes = self._rows[0].shape
+        self._num_blocks, self._page_bytes = (int(n) for n in self._rows[0].shape)
         device = self._rows[0].device
         self._is_host = device.type == "cpu" and memcpy is None
         if self._is_host:
@@ -123,9 +136,13 @@ class PageCopies:
             self._host_rows = [rows.numpy() for rows in self._rows]
             return
         self._memcpy = memcpy or cuda_memcpy_2d(device)
+        # Asked once: a tensor takes longer to tell than a copy to queue.
+        self._record_rows = _Rows.of(records)
+        self._layer_rows = [_Rows.of(rows) for rows in self._rows]
         if self._memcpy is not None:
             num_rows = max(1, min(slab_bytes // self._page_bytes, self._num_blocks))
             self._slab = torch.empty((num_rows, self._page_bytes), dtype=torch.uint8, device=device)
+            self._slab_rows = _Rows.of(self._slab)
             self._wide = [_widest(rows) for rows in self._rows]
 
     @property
@@ -136,7 +153,7 @@ class PageCopies:
     @property
     def page_bytes(self) -> int:
         """Bytes of one block of one layer."""
-        return int(self._page_bytes)
+        return self._page_bytes
 
     def prepare(self, runs: Sequence[Run]) -> Runs:
         """Check runs, once for all layers. Raises: `ConnectorError` for what lies outside."""
@@ -164,7 +181,7 @@ class PageCopies:
         return self._copy(layer, runs, to_pages=False)
 
     def _copy(self, layer: int, runs: Runs, *, to_pages: bool) -> Copied:
-        num_bytes = runs.num_blocks * self.page_bytes
+        num_bytes = runs.num_blocks * self._page_bytes
         if self._is_host:
             self._copy_on_host(layer, runs, to_pages=to_pages)
             return Copied(CopyWay.STRIDED, len(runs.runs), num_bytes)
@@ -174,7 +191,7 @@ class PageCopies:
         if len(runs.runs) > _MOST_STRIDED_RUNS and 2 * runs.num_record_runs <= len(runs.runs):
             num_copies = self._copy_by_slab(self._memcpy, layer, runs, to_pages=to_pages)
             return Copied(CopyWay.SLAB, num_copies, num_bytes)
-        self._queue(self._memcpy, layer, self._rows[layer], runs.runs, to_pages=to_pages)
+        self._queue(self._memcpy, layer, self._layer_rows[layer], runs.runs, to_pages=to_pages)
         return Copied(CopyWay.STRIDED, len(runs.runs), num_bytes)
 
     def _copy_on_host(self, layer: int, runs: Runs, *, to_pages: bool) -> None:
@@ -199,18 +216,17 @@ class PageCopies:
         self,
         memcpy: Memcpy2D,
         layer: int,
-        rows: torch.Tensor,
+        rows: _Rows,
         runs: Sequence[Run],
         *,
         to_pages: bool,
     ) -> None:
         """Strided copies between the layer's part of records and rows of bytes on the device."""
-        width, pitch, row_pitch = self.page_bytes, self._records.stride(0), rows.stride(0)
-        on_host = self._records.data_ptr() + layer * width
-        on_device = rows.data_ptr()
+        width, (records_at, pitch), (rows_at, row_pitch) = self._page_bytes, self._record_rows, rows
+        records_at += layer * width
         stream = memcpy.current_stream()
         for record, row, count in runs:
-            host, device = on_host + record * pitch, on_device + row * row_pitch
+            host, device = records_at + record * pitch, rows_at + row * row_pitch
             if to_pages:
                 memcpy.copy(device, row_pitch, host, pitch, width, count, stream, to_device=True)
             else:
@@ -225,11 +241,11 @@ class PageCopies:
             for part in runs.slab_parts:
                 slab = self._slab[: len(part.block_ids)].view(rows.dtype)
                 if to_pages:
-                    self._queue(memcpy, layer, self._slab, part.records, to_pages=True)
+                    self._queue(memcpy, layer, self._slab_rows, part.records, to_pages=True)
                     rows.index_copy_(0, part.block_ids, slab)
                 else:
                     torch.index_select(rows, 0, part.block_ids, out=slab)
-                    self._queue(memcpy, layer, self._slab, part.records, to_pages=False)
+                    self._queue(memcpy, layer, self._slab_rows, part.records, to_pages=False)
         return sum(len(part.records) for part in runs.slab_parts)
 
     def _slab_parts(self, runs: Sequence[Run]) -> list[_SlabPart]:
@@ -280,11 +296,11 @@ class _CudaMemcpy2D:
         self._forget_error = runtime.cudaGetLastError
         self._to_device = runtime.cudaMemcpyKind.cudaMemcpyHostToDevice
         self._to_host = runtime.cudaMemcpyKind.cudaMemcpyDeviceToHost
-        self._device = device
+        self._device_index = torch.cuda.current_device() if device.index is None else device.index
 
     def current_stream(self) -> int:
-        """See `Memcpy2D`."""
-        return int(torch.cuda.current_stream(self._device).cuda_stream)
+        """See `Memcpy2D`. Without the object that `torch.cuda.current_stream` makes each time."""
+        return torch._C._cuda_getCurrentRawStream(self._device_index)
 
     def copy(
         self,

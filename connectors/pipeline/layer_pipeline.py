@@ -148,16 +148,20 @@ class LayerPipeline:
             # What was queued before may still write to the blocks: zeros, for instance.
             self._lane.wait(self._compute.record())
         try:
-            for group in range(load.num_groups):
-                load.gates.append(self._lane.submit(functools.partial(load.copy_group, group)))
-                self._arm(group, step_id)
+            self._submit_groups(load, step_id)
         except (LaneFullError, LaneClosedError) as error:
             load.give_up(error)
         return load
 
-    def _arm(self, group: int, step_id: int) -> None:
-        if self._gates is not None and isinstance(self._lane, CudaLane):
-            self._lane.arm(self._gates.gates[group], step_id)
+    def _submit_groups(self, load: PipelinedLoad, step_id: int) -> None:
+        """A gate for each group. A stream takes all in one work; where works take their time, each
+        group is one, so that other lanes get their turn. Raises: as `Lane.submit`."""
+        groups = [functools.partial(load.copy_group, i) for i in range(load.num_groups)]
+        if self._gates is None or not isinstance(self._lane, CudaLane):
+            for group in groups:
+                load.gates.append(self._lane.submit(group))
+        elif groups:
+            load.gates += self._lane.submit_parts(groups, self._gates.gates, step_id)
 
     def wait(self, layer: int) -> None:
         """Let the step wait until what it loads of `layer` is in the pages, or has failed.

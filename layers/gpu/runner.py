@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -22,17 +22,18 @@ from interlace.layers.attention import SequenceChunk
 from interlace.layers.batch_sampler import Draw, draw_tokens, fits
 from interlace.layers.decoder import Decoder
 from interlace.layers.device_copies import to_device
-from interlace.layers.forward_context import TritonAttentionMetadata
 from interlace.layers.gpu.forward import Answer, Bounds, FusedDecoder, Wanted
 from interlace.layers.gpu.graphs import LOWER_WHAT, Captured, GraphPool, GraphSizes, StepToReplay
 from interlace.layers.gpu.inputs import BatchItem, InputBuffer, StepInputs, StepSize
 from interlace.layers.gpu.long_chunks import LongChunks
 from interlace.layers.gpu.room import StepRoom
 from interlace.layers.gpu.sampling import NoTokens, PendingTokens, WantedToken
+from interlace.layers.gpu.steps import Once, Step, metadata
 from interlace.layers.gpu.tables import BlockTables
 from interlace.layers.graph_mode import GraphMode
 from interlace.layers.hidden_states import StateRoom
 from interlace.layers.kv_pages import KVPages
+from interlace.layers.lazily import Lazily
 from interlace.layers.request_sampling import sample_requests
 from interlace.layers.runner_state import RunnerRequest, RunnerState
 from interlace.layers.workers import Workers
@@ -80,7 +81,7 @@ class GpuRunner:
             max_seq_len=decoder.max_model_len,
             gates=self._gates,
         )
-        self._pending: deque[_Once] = deque()  # launched, and maybe not waited for
+        self._pending: deque[Once] = deque()  # launched, and maybe not waited for
 
     def get_handshake_metadata(self) -> dict[int, KVConnectorHandshakeMetadata]:
         """See `StepRunner`."""
@@ -158,24 +159,58 @@ class GpuRunner:
             self._pending.popleft()
         workers = self._workers
         workers.handle_preemptions(scheduler_output)
-        requests = self.state.update(scheduler_output)
-        self._tables.follow(scheduler_output)
         if scheduler_output.zeroed_block_ids:
             workers.zero_blocks(scheduler_output.zeroed_block_ids)
-        if not requests:
+        if not scheduler_output.num_scheduled_tokens:
+            self._follow(scheduler_output)
             reports = workers.no_forward(scheduler_output)
             output = workers.with_reports(ModelRunnerOutput(), reports)
             return lambda: output
         workers.copy_blocks(scheduler_output.block_copies)
-        result = _Once(self._sample(*self._compute(scheduler_output, requests)))
+        result = Once(self._sample(*self._compute(scheduler_output)))
         self._pending.append(result)
         reports = workers.collect(scheduler_output)
         return lambda: workers.with_reports(result(), reports)
 
-    def _compute(
-        self, output: SchedulerOutput, requests: Sequence[RunnerRequest]
-    ) -> tuple[Answer | None, list[WantedToken]]:
+    def _follow(self, output: SchedulerOutput) -> list[RunnerRequest]:
+        """Follow the message: the step's requests, in batch order."""
+        requests = self.state.update(output)
+        self._tables.follow(output)
+        return requests
+
+    def _compute(self, output: SchedulerOutput) -> tuple[Answer | None, list[WantedToken]]:
         """What the step comes to, and for whom."""
+        counts = output.num_scheduled_tokens.values()
+        size = StepSize(sum(counts), len(counts))
+        captured = self._graphs.find(size, is_decode=max(counts) == 1)
+        padded = size if captured is None else captured.size
+        made = Lazily(functools.partial(self._prepare, output, padded))
+        if not output.loading_block_ids:
+            made()  # else it waits: until its first copy is queued, a load stands still
+        self._workers.begin_loads(
+            output,
+            functools.partial(metadata, made, size, self._tables, self._block_size),
+            GraphMode.NONE if captured is None else captured.runtime_mode,
+        )
+        step = made()
+        places = [i for i, r in enumerate(step.requests) if r.req_id in output.sampling_req_ids]
+        answer: Answer | None
+        among: Sequence[int]
+        if captured is not None and self._may_replay(captured, output):
+            answer = captured.replay(self._to_replay(captured, output, step))
+            among = places
+        else:
+            answer = self._run(output, step, places)
+            among = range(len(places))
+        self._workers.post_forward()
+        return answer, [
+            WantedToken(step.requests[place], found, step.chunks[place].end)
+            for place, found in zip(places, among, strict=True)
+        ]
+
+    def _prepare(self, output: SchedulerOutput, padded: StepSize) -> Step:
+        """Follow the message, and queue the upload of the step's inputs."""
+        requests = self._follow(output)
         chunks = [
             SequenceChunk(
                 request.block_ids,
@@ -184,33 +219,16 @@ class GpuRunner:
             )
             for request in requests
         ]
-        counts = [chunk.end - chunk.start for chunk in chunks]
-        bounds = Bounds(max(counts), max(chunk.end for chunk in chunks))
-        size = StepSize(sum(counts), len(chunks))
-        captured = self._graphs.find(size, is_decode=bounds.max_query_len == 1)
-        inputs = self._upload(requests, chunks, size if captured is None else captured.size)
-        self._workers.begin_loads(
-            output,
-            functools.partial(_metadata, inputs, size, bounds, self._tables, self._block_size),
-            GraphMode.NONE if captured is None else captured.runtime_mode,
+        bounds = Bounds(
+            max(output.num_scheduled_tokens.values()), max(chunk.end for chunk in chunks)
         )
-        places = [i for i, r in enumerate(requests) if r.req_id in output.sampling_req_ids]
-        answer: Answer | None
-        among: Sequence[int]
-        if captured is not None and self._may_replay(captured, output):
-            is_full = captured.runtime_mode is GraphMode.FULL
-            hooks = None if is_full else self._workers.layer_hooks(output)
-            is_gated = is_full and self._waits_for_gates(output)
-            answer = captured.replay(StepToReplay(inputs, bounds, chunks, hooks, is_gated))
-            among = places
-        else:
-            answer = self._run(output, inputs, bounds, chunks, places)
-            among = range(len(places))
-        self._workers.post_forward()
-        return answer, [
-            WantedToken(requests[place], found, chunks[place].end)
-            for place, found in zip(places, among, strict=True)
-        ]
+        return Step(requests, chunks, bounds, self._upload(requests, chunks, padded))
+
+    def _to_replay(self, captured: Captured, output: SchedulerOutput, step: Step) -> StepToReplay:
+        is_full = captured.runtime_mode is GraphMode.FULL
+        hooks = None if is_full else self._workers.layer_hooks(output)
+        is_gated = is_full and self._waits_for_gates(output)
+        return StepToReplay(step.inputs, step.bounds, step.chunks, hooks, is_gated)
 
     def _waits_for_gates(self, output: SchedulerOutput) -> bool:
         """Whether the step loads, and its connector has gates for that."""
@@ -226,18 +244,17 @@ class GpuRunner:
     def _run(
         self,
         output: SchedulerOutput,
-        inputs: StepInputs,
-        bounds: Bounds,
-        chunks: Sequence[SequenceChunk],
+        step: Step,
         places: Sequence[int],
     ) -> Answer | None:
         """Compute a step without graphs: answers for the requests at `places`, maybe padded."""
+        inputs = step.inputs
         wanted = Wanted(inputs.last_tokens, inputs.rows)
-        if len(places) < len(chunks):
+        if len(places) < len(step.chunks):
             index = to_device(places, torch.int64, inputs.rows.device)
             wanted = Wanted(inputs.last_tokens[index], inputs.rows[index])
         kept, states = self._states.make(len(inputs.token_ids))
-        attention = self._forward.attention(inputs, bounds, chunks)
+        attention = self._forward.attention(inputs, step.bounds, step.chunks)
         hooks = self._workers.layer_hooks(output)
         answer = self._forward.forward(inputs, attention, wanted, hooks, states)
         if kept is not None:
@@ -308,38 +325,3 @@ class GpuRunner:
         self._workers.close()
         self.state = RunnerState()
         self._pending.clear()
-
-
-class _Once:
-    """A result that is waited for when somebody asks first, and kept."""
-
-    def __init__(self, wait: Callable[[], ModelRunnerOutput]) -> None:
-        self._wait = wait
-        self._output: ModelRunnerOutput | None = None
-
-    def __call__(self) -> ModelRunnerOutput:
-        if self._output is None:
-            self._output = self._wait()
-        return self._output
-
-    @property
-    def is_done(self) -> bool:
-        """Whether it was waited for."""
-        return self._output is not None
-
-
-def _metadata(
-    inputs: StepInputs, size: StepSize, bounds: Bounds, tables: BlockTables, block_size: int
-) -> TritonAttentionMetadata:
-    """The step's attention metadata, on the device, without padding."""
-    num_tokens, num_requests = size
-    columns = -(-bounds.max_seq_len // block_size)
-    return TritonAttentionMetadata(
-        num_actual_tokens=num_tokens,
-        max_query_len=bounds.max_query_len,
-        query_start_loc=inputs.query_start_loc[: num_requests + 1],
-        max_seq_len=bounds.max_seq_len,
-        seq_lens=inputs.seq_lens[:num_requests],
-        block_table=tables.tables[:, :columns].index_select(0, inputs.rows[:num_requests]),
-        slot_mapping=inputs.slots[:num_tokens],
-    )

@@ -431,6 +431,118 @@ def test_a_graph_gate_is_not_armed_over_what_is_held_back_or_failed(kit: Kit) ->
     assert [*seen, gate.armed_for] == [None, 1, 3]
 
 
+# ---------------------------------------------------------------- works in parts
+
+
+def parts_of(
+    kit: Kit, *names: str, bad: str = ""
+) -> tuple[list[Callable[[], None]], list[GraphGate]]:
+    """A part that queues each name, the bad one raising behind it; and a gate for each."""
+    parts = [raising_after(kit.op(name)) if name == bad else kit.op(name) for name in names]
+    return parts, [kit.lanes.graph_gate() for _ in names]
+
+
+def events_of(gates: list[GraphGate]) -> list[FakeEvent]:
+    return [event for gate in gates if isinstance(event := gate._event, FakeEvent)]
+
+
+def test_each_part_is_followed_by_its_own_gate_and_nothing_else(kit: Kit) -> None:
+    parts, armed = parts_of(kit, "a", "b")
+    gates = kit.load.submit_parts(parts, armed, 5)
+    late = kit.lanes.graph_gate()
+    assert kit.load.arm(late, 6)
+    kit.load.submit(kit.op("next"))
+    ops = list(kit.device.streams[1].ops)
+    one, two, *_ = events = events_of([*armed, late])
+    assert [op if isinstance(op, tuple) else "piece" for op in ops[:5]] == [
+        "piece", ("record", one, 2), "piece", ("record", two, 2), ("record", events[2], 2)
+    ]  # fmt: skip
+    assert [gate.armed_for for gate in armed] == [5, 5]
+    opened = []
+    while not kit.load.query():
+        opened.append([gate.query() for gate in gates])
+        assert kit.device.step()
+    assert [False, False] in opened
+    assert [True, False] in opened
+    assert kit.ran == ["a", "b", "next"]
+    assert [gate.error for gate in gates] == [None, None]
+
+
+def test_a_part_that_fails_fails_its_gate_and_those_behind_it_open_unarmed(kit: Kit) -> None:
+    parts, armed = parts_of(kit, "a", "b", "c", bad="b")
+    gates = kit.load.submit_parts(parts, armed, 5)
+    assert [gate.armed_for for gate in armed] == [5, None, None]
+    assert [event.num_recorded for event in events_of(armed)] == [2, 1, 1]
+    assert all(gate.wait() for gate in gates)
+    assert [str(gate.error) for gate in gates] == ["None", "boom", "None"]
+    assert kit.ran == ["a", "b", "c"]
+    assert isinstance(_ended(kit.load.record()), RuntimeError)
+    kit.load.submit_parts(parts_of(kit, "d")[0], armed[:1], 6)
+    assert armed[0].armed_for == 6
+
+
+def test_an_interrupt_in_a_part_ends_all_gates(kit: Kit) -> None:
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    _, armed = parts_of(kit, "a", "b", "c")
+    seen: list[CudaGate] = []
+    put = CudaGate.put
+
+    def note(gate: CudaGate, event: FakeEvent, error: BaseException | None) -> None:
+        seen.append(gate)
+        put(gate, event, error)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CudaGate, "put", note)
+        with pytest.raises(KeyboardInterrupt):
+            kit.load.submit_parts([kit.op("a"), interrupted, kit.op("c")], armed, 5)
+    assert [type(_ended(gate)) for gate in seen] == [type(None)] + 2 * [KeyboardInterrupt]
+    assert kit.ran == ["a"]
+    assert kit.load.query()
+
+
+def test_parts_behind_a_file_are_held_back_and_armed_when_they_are_queued(kit: Kit) -> None:
+    kit.load.wait(read := ThreadGate())
+    parts, armed = parts_of(kit, "a", "b")
+    gates = kit.load.submit_parts(parts, armed, 5)
+    assert [gate.is_queued for gate in gates] == [False, False]
+    assert [gate.armed_for for gate in armed] == [None, None]
+    read.end(None)
+    assert not kit.lanes.poll()
+    assert [gate.armed_for for gate in armed] == [5, 5]
+    kit.lanes.compute.wait(gates[1])
+    kit.op("step")()
+    kit.device.drain()
+    assert kit.ran == ["a", "b", "step"]
+
+
+def test_parts_are_one_work_and_a_lane_that_closes_fails_them_all(kit: Kit) -> None:
+    lane = kit.lanes.lane("small", max_pending=1)
+    lane.wait(ThreadGate())
+    gates = lane.submit_parts(*parts_of(kit, "a", "b"), 5)
+    with pytest.raises(LaneFullError):
+        lane.submit_parts(*parts_of(kit, "c"), 6)
+    assert not lane.close(0.0)
+    assert [type(gate.error) for gate in gates] == [LaneClosedError, LaneClosedError]
+    with pytest.raises(LaneClosedError):
+        lane.submit_parts(*parts_of(kit, "d"), 7)
+
+
+def test_a_gate_that_is_armed_again_opens_later_and_never_earlier(kit: Kit) -> None:
+    parts, armed = parts_of(kit, "a")
+    (old,) = kit.load.submit_parts(parts, armed, 5)
+    (new,) = kit.load.submit_parts([kit.op("b")], armed, 6)
+    kit.lanes.compute.wait(old)
+    kit.op("step")()
+    while not old.query():
+        assert kit.device.step()
+    assert "a" in kit.ran
+    kit.device.drain()
+    assert new.query()
+    assert kit.ran.index("a") < kit.ran.index("step")
+
+
 # ---------------------------------------------------------------- at random
 
 
@@ -454,9 +566,27 @@ class Programme:
         self.num_works = 0
 
     def submit(self, lane: CudaLane) -> None:
+        gate = lane.submit(self._next(lane, fails := self._may_fail()))
+        self._note(gate, set(self.awaited[lane][0]), fails=fails)
+
+    def submit_parts(self, lane: CudaLane) -> None:
+        fails = [self._may_fail() for _ in range(self.random.randint(1, 3))]
+        parts, stands_for = [], []
+        for one in fails:
+            parts.append(self._next(lane, one))
+            stands_for.append(set(self.awaited[lane][0]))
+        armed = [self.lanes.graph_gate() for _ in fails]
+        gates = lane.submit_parts(parts, armed, 7)
+        for gate, works, one in zip(gates, stands_for, fails, strict=True):
+            self._note(gate, works, fails=one)
+
+    def _may_fail(self) -> bool:
+        return self.random.random() < 0.2
+
+    def _next(self, lane: CudaLane, fails: bool) -> Callable[[], None]:
+        """A work, which counts as submitted."""
         works, files = self.awaited[lane]
         number, first, opened = self.num_works, set(works), set(files)
-        fails = self.random.random() < 0.2
         self.num_works += 1
 
         def piece() -> None:
@@ -470,10 +600,9 @@ class Programme:
             if fails:
                 boom()
 
-        gate = lane.submit(work)
         works.add(number)
-        self._note(gate, {number, *first}, fails=fails)
         self.has_failed[lane] |= fails
+        return work
 
     def record(self, lane: CudaLane) -> None:
         gate = lane.record()
@@ -520,9 +649,11 @@ class Programme:
 
     def go_on(self) -> None:
         lane = self.random.choice(self.own)
-        match self.random.randrange(9):
+        match self.random.randrange(10):
             case 0 | 1:
                 self.submit(lane)
+            case 9:
+                self.submit_parts(lane)
             case 2 if self.gates or self.files:
                 self.wait(lane)
             case 3:

@@ -230,7 +230,7 @@ class FakeRuntime:
 
 
 def test_a_copy_that_cuda_refuses_says_so() -> None:
-    memcpy = page_copies._CudaMemcpy2D(FakeRuntime, torch.device("cpu"))
+    memcpy = page_copies._CudaMemcpy2D(FakeRuntime, torch.device("cuda", 0))
     with pytest.raises(ConnectorError, match=r"cudaMemcpy2DAsync of 2 rows of 64 bytes .* 700"):
         memcpy.copy(0, 64, 0, 64, 64, 2, 0, to_device=True)
 

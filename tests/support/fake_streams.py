@@ -58,7 +58,8 @@ class FakeStream:
         if callable(op):
             op()
         elif op[0] == "record":
-            op[1].num_passed, op[1].time = op[2], now
+            # An older record, on another stream, does not undo a newer one.
+            op[1].num_passed, op[1].time = max(op[1].num_passed, op[2]), now
 
 
 class FakeDevice:

@@ -175,6 +175,27 @@ def test_an_eager_step_reads_what_was_loaded(seed: int) -> None:
     assert seconds > 0
 
 
+def test_a_load_is_one_work_in_which_each_gate_follows_its_group() -> None:
+    """Nothing else is on the lane: two marks of time, and behind each group one event, for steps
+    and graphs alike."""
+    kit = Kit()
+    stream = kit.device.streams[1]
+    kit.poison([1])
+    kit.pipeline.submit_load([RUNS, OTHER], 3)
+    gates = kit.pipeline._gates
+    assert gates is not None
+    groups = {id(gate._event): group for group, gate in enumerate(gates.gates)}
+    seen = [
+        "copy" if callable(op) else f"{op[0]} {groups.get(id(op[1]), 'mark')}" for op in stream.ops
+    ]
+    group = ["copy", "copy"] * GROUP
+    assert seen == [
+        "wait mark", "record mark", *group, "record 0", *group, "record 1",
+        "copy", "copy", "record mark", "record 2",
+    ]  # fmt: skip
+    assert "running=1>" in repr(kit.pipeline._lane)
+
+
 @pytest.mark.parametrize("left_out", range(0, NUM_LAYERS, GROUP))
 def test_a_layer_that_does_not_wait_is_caught(left_out: int) -> None:
     """The control."""
@@ -264,6 +285,7 @@ def test_a_copy_that_is_refused_is_known_at_once_and_the_gates_open(layer: int) 
     assert gates.are_armed(1)
     kit.step()
     kit.device.drain()
+    assert [gate.query() for gate in load.gates] == [True] * 3, "also those behind it"
     assert is_done(load)
     assert all(kit.saw(above, RUNS) for above in range(layer))
     kit.copies.refused_layer = None
