@@ -104,8 +104,8 @@ class KVConnectorBase_V1(ABC):  # noqa: N801 - the protocol's name
     """Brings KV from elsewhere and takes it there. See the module's docstring.
 
     Beside vLLM's protocol there are extensions, all of which a connector may leave alone: `lanes`,
-    `get_layer_gates`, `default_load_failure_policy`, and what `interlace check` is told by
-    `kv_is_synthetic`, `check_setup`, `store_fault_kinds` and `inject_store_fault`.
+    `get_layer_gates`, `get_compute_end`, `default_load_failure_policy`, and what `interlace check`
+    is told by `kv_is_synthetic`, `check_setup`, `store_fault_kinds` and `inject_store_fault`.
     """
 
     kv_is_synthetic: bool = False
@@ -346,6 +346,26 @@ class KVConnectorBase_V1(ABC):  # noqa: N801 - the protocol's name
         all, the engine computes the last token again. "Asynchronously" needs a count above 0.
         Any other answer, or an exception, ends this request with an error.
         """
+
+    def get_compute_end(self, request: Request) -> int | None:
+        """Up to where the engine computes the request itself while what is behind is loaded.
+
+        Asked when an asynchronous load was promised, before `update_state_after_alloc`. With None
+        the request waits for its load, as in vLLM. With a number of tokens it runs at once: what
+        lies before that is computed by the following steps, and the connector loads from there to
+        the end of what it promised, from the back. Then asked whenever a step is planned for the
+        request, until `get_finished` reports the load: the answer may fall, down to what steps were
+        planned for by then, and it may rise, by blocks that the load has not touched and never
+        will. When the load is reported and all before the latest answer is computed, the request
+        goes on behind the load.
+
+        A multiple of the block size, not above the end of what was promised, and below the
+        request's last token; anything else ends the request, or, later on, the engine. A bad block
+        is computed with all behind it. A preemption ends the load: nothing is written to the
+        request's blocks any more when `handle_preemptions` of the step that names it returns, or
+        the step waits for it, and no end of the load is reported. An extension of the protocol.
+        """
+        return None
 
     @abstractmethod
     def update_state_after_alloc(

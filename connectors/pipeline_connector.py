@@ -12,7 +12,8 @@ prefix its tail first. Nothing survives the engine.
 step, layer by layer: the request computes at once, and each group of `group_size` layers waits at
 its own gate until its KV is there, in captured graphs too. In bulk, beside the steps, before the
 request joins the batch. Or not at all, where computing is sooner. Blocks hit in any whole number;
-one token at least is left to compute.
+one token at least is left to compute. Or both at once, "hybrid": what is stored is computed from
+its front and loaded from its back, beside the steps, until the two meet.
 
 **What it guarantees**:
 
@@ -29,6 +30,7 @@ Read on in this order:
     pipeline/messages.py     what the two sides tell each other
     pipeline/scheduler.py    what is promised, and which records are loaded where
     pipeline/rates.py        how long loads and steps take, and the choice between the ways
+    pipeline/sched_split.py  what of a prompt is computed and what is loaded at the same time
     pipeline/planner.py      which blocks are saved, and when they become visible
     pipeline/host_index.py   which record holds which block, and which goes
     pipeline/worker.py       the steps of the worker side
@@ -139,6 +141,7 @@ class PipelineConnector(KVConnectorBase_V1):
             SchedulerSettings(
                 block_size=config.block_size,
                 max_step_tokens=config.scheduler_config.max_num_batched_tokens,
+                max_inflight_steps=config.scheduler_config.max_inflight_steps,
                 load_mode=self.options.load_mode,
                 max_stall_s=self.options.max_load_stall_ms / 1e3,
                 may_load=self._kv_transfer_config.is_kv_consumer,
@@ -151,6 +154,10 @@ class PipelineConnector(KVConnectorBase_V1):
     ) -> tuple[int | None, bool]:
         """From the index in memory; never None."""
         return self._scheduler.get_num_new_matched_tokens(request, num_computed_tokens)
+
+    def get_compute_end(self, request: Request) -> int | None:
+        """Where its load from the back begins, if that is how it comes."""
+        return self._scheduler.get_compute_end(request)
 
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int

@@ -35,6 +35,8 @@ class Start(NamedTuple):
     is_async: bool
     num_asked_tokens: int
     """That the connector was asked for; 0 if it was not."""
+    compute_end: int | None = None
+    """Up to where the request computes at once, while the connector loads what is behind."""
 
     @property
     def num_tokens(self) -> int:
@@ -63,7 +65,12 @@ def find_start(
     if match is None:
         return NotNow.ASK_AGAIN
     num_asked = request.num_tokens - whole.num_tokens
-    return _longer(hit, whole, match, num_asked)
+    start = _longer(hit, whole, match, num_asked)
+    if not start.is_async:
+        return start
+    end = connector.compute_end(request, start.loaded.stop, kv_cache.block_size)
+    # Nothing to compute: it waits for its load like any other.
+    return start if end is None or end <= whole.num_tokens else start._replace(compute_end=end)
 
 
 def _longer(hit: PrefixHit, whole: PrefixHit, match: Match, num_asked: int) -> Start:

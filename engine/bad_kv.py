@@ -38,10 +38,13 @@ def set_back(
         # Blocks that steps in flight write to are not what was promised.
         num_tokens = began_at.get(request.request_id, request.num_computed_tokens)
         num_good = _withdraw_from_bad(request.blocks, num_tokens, invalid_block_ids, kv_cache)
+        lost_back = _shorten_hole(request, invalid_block_ids, kv_cache.block_size)
+        if num_good is None and not lost_back:
+            continue
+        request.note_failed_load(step.step_id)
+        hit.append(request)
         if num_good is not None:
-            request.note_failed_load(step.step_id)
             request.set_back(num_good)
-            hit.append(request)
     for item in step.scheduled:
         table = step.tables.get(item.request.request_id)
         if not item.request.is_finished or table is None:
@@ -51,6 +54,18 @@ def set_back(
             # Blocks that the connector holds are freed later: their tail must not be kept then.
             item.request.num_computed_tokens = min(item.request.num_computed_tokens, num_good)
     return hit
+
+
+def _shorten_hole(request: Request, invalid_block_ids: frozenset[int], block_size: int) -> bool:
+    """Whether a block is bad that was loaded from the back: it and all behind are computed."""
+    if request.hole_end is None:
+        return False
+    first = request.num_computed_tokens // block_size
+    for index in range(first, -(-request.hole_end // block_size)):
+        if request.blocks[index].block_id in invalid_block_ids:
+            request.hole_end = index * block_size
+            return True
+    return False
 
 
 def _withdraw_from_bad(

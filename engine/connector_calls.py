@@ -143,6 +143,24 @@ class ConnectorCalls:
             f"{self.name}.get_num_new_matched_tokens answered {answer!r}, but {rule}."
         )
 
+    def compute_end(self, request: Request, load_end: int, block_size: int) -> int | None:
+        """Up to where the engine computes a request whose back is loaded, up to `load_end`; None if
+        it does not compute before all is loaded. Raises: `ConnectorError`."""
+        with self._hook("get_compute_end"):
+            end = self._connector.get_compute_end(request)
+        if end is None:
+            return None
+        if isinstance(end, bool) or not isinstance(end, int):
+            raise ConnectorError(f"{self.name}.get_compute_end answered {end!r}: give an int.")
+        most = min(load_end, request.num_tokens - 1)
+        if end % block_size or not request.num_computed_tokens <= end <= most:
+            raise ConnectorError(
+                f"{self.name}.get_compute_end answered {end}, but it must be a multiple of the block"
+                f" size ({block_size}), at least {request.num_computed_tokens} (up to where steps are"
+                f" planned), and at most {most}."
+            )
+        return end
+
     def allocated(self, request: Request, num_external_tokens: int) -> None:
         """The request has all blocks that it needs for now. Raises: `ConnectorError`."""
         with self._hook("update_state_after_alloc"):

@@ -65,6 +65,8 @@ class KVOutputAggregator:
                 self._loading[request_id].has_ended = True
         while len(self._silent) > MAX_SILENT_ENDS:
             del self._silent[next(iter(self._silent))]
+        for request_id in output.preempted_req_ids:  # their loads have ended with it
+            self._loading.pop(request_id, None)
         for request_id in output.async_loading_req_ids:  # of the next one of a name that has ended
             self._let_go.pop(request_id, None)
             self._loading[request_id] = _Count(self._expected)

@@ -186,6 +186,10 @@ class SchedulerConnector(Protocol):
         asynchronously."""
         ...
 
+    def get_compute_end(self, request: Request) -> int | None:
+        """Tokens that the engine computes itself while those behind are loaded; None: none."""
+        ...
+
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:

@@ -55,6 +55,7 @@ class Request:
 
         [0, num_computed_tokens)        KV computed, or being computed by a step in flight, or
                                         being loaded (WAITING_FOR_REMOTE_KVS)
+        [.., hole_end)                  to be computed, or being loaded from the back (RUNNING)
         [.., num_tokens)                tokens whose ids are known: prompt and output
         [.., num_tokens_in_flight)      and those that steps in flight will sample
     """
@@ -110,6 +111,11 @@ class Request:
         """The step that began the latest load, asynchronously or within itself."""
         self.load_start = 0
         """Where the latest asynchronous load begins; all before it was cached on the device."""
+        self.hole_end: int | None = None
+        """While the request runs and a connector loads from here backwards; None otherwise. Between
+        `num_computed_tokens` and it lies what neither has done, too."""
+        self.load_end = 0
+        """Where `hole_end` was when the load began; bad blocks bring `hole_end` down."""
         self.last_step_id = 0
         """The newest step that touches `blocks`."""
         self.num_preemptions = 0
@@ -125,9 +131,8 @@ class Request:
 
     def note_failed_load(self, step_id: int) -> None:
         """Step `step_id` reported bad KV among this request's. Counts if the request loaded it."""
-        is_parked = self.status is RequestStatus.WAITING_FOR_REMOTE_KVS
         if self._failed_load_step_id != self.load_step_id and (
-            is_parked or self.load_step_id == step_id
+            self.awaits_load or self.load_step_id == step_id
         ):
             self._failed_load_step_id = self.load_step_id
             self.num_failed_loads += 1
@@ -153,6 +158,11 @@ class Request:
         """Take a sampled token whose placeholder was counted before."""
         self.all_token_ids.append(token_id)
         extend_hashes(self.block_hashes, self._root_hash, self.all_token_ids, self._block_size)
+
+    @property
+    def awaits_load(self) -> bool:
+        """Whether KV is being brought beside the steps, or was and the request has not gone on."""
+        return self.status is RequestStatus.WAITING_FOR_REMOTE_KVS or self.hole_end is not None
 
     def hash_before(self, index: int) -> BlockHash:
         """The hash of all that stands before block number `index`."""

@@ -6,9 +6,10 @@ of text, tokenizers or the device.
 
 A KV connector may bring a part of a prompt. In the step itself (the request runs, and no further
 step is planned until this one is applied), or asynchronously (the request holds its blocks, in
-the state WAITING_FOR_REMOTE_KVS, until the connector reports). Requests that wait with blocks are
-served before those without, and the blocks that they still need are left to them, so none of
-them ever waits for one that waits for it.
+the state WAITING_FOR_REMOTE_KVS, until the connector reports), or from the back, while the steps
+compute the request from the front; where the two have met, it goes on behind the load. Requests
+that wait with blocks are served before those without, and the blocks that they still need are left
+to them, so none of them ever waits for one that waits for it.
 
 Preemption: when a running request cannot get its next block, the request that is last in
 scheduling order gives up all of its blocks and is computed again later. That happens only while
@@ -256,7 +257,7 @@ class Scheduler:
         return (
             len(self._transfers) > 0
             or self._some_deferred
-            or any(r.status is RequestStatus.WAITING_FOR_REMOTE_KVS for r in self.parked)
+            or any(r.awaits_load for r in (*self.parked, *self.running))
         )
 
     # ---------------------------------------------------------------- planning a step
@@ -293,9 +294,10 @@ class Scheduler:
                 break  # whoever was preempted stood at the tail: nobody is left behind it
             if self._ends_with_what_is_in_flight(request):
                 continue
+            end = self._end_of_plannable(request)
             computed = request.num_computed_tokens
-            num_tokens = min(request.num_tokens_in_flight - computed, plan.budget)
-            if num_tokens == 0:
+            num_tokens = min(end - computed, plan.budget)
+            if num_tokens <= 0:
                 continue
             new_blocks = self._allocate_or_preempt(request, computed + num_tokens, plan.preempted)
             if new_blocks is None:
@@ -304,6 +306,39 @@ class Scheduler:
                 plan,
                 ScheduledRequest(request, num_tokens, computed, new_blocks, request.status),
             )
+
+    def _end_of_plannable(self, request: Request) -> int:
+        """Up to where steps may compute a running request; takes a load from the back, if it has
+        come and met what was computed, for done."""
+        if request.hole_end is None:
+            return request.num_tokens_in_flight
+        assert self._connector is not None
+        block_size = self.kv_cache.block_size
+        end = self._connector.compute_end(request, request.load_end, block_size)
+        if end is None:
+            raise ConnectorError(
+                f"{self._connector.name}.get_compute_end answered None while a load from the back"
+                " is under way: give a number until get_finished has reported its end."
+            )
+        end = min(end, request.hole_end)
+        if request.num_computed_tokens < end or self._transfers.is_loading(request):
+            return end
+        self._close_hole(request)
+        return request.num_tokens_in_flight
+
+    def _close_hole(self, request: Request) -> None:
+        """Let the request go on behind what was loaded from the back."""
+        first, stop = request.num_computed_tokens, request.hole_end
+        assert stop is not None
+        self._transfers.forget_load(request)
+        request.hole_end = None
+        if stop <= first:
+            return
+        self.kv_cache.publish_loaded(request, stop)
+        # Something must be computed to sample from.
+        request.num_computed_tokens = min(stop, request.num_tokens - 1)
+        if request.num_preemptions == 0:
+            request.num_external_cached_tokens = request.num_computed_tokens - first
 
     def _allocate_or_preempt(
         self, request: Request, num_tokens: int, preempted: list[Request]
@@ -423,6 +458,9 @@ class Scheduler:
         self.kv_cache.take_hit(request, hit, plan.step_id)
         if loaded:
             request.load_step_id = plan.step_id
+        if start.compute_end is not None:
+            self._begin_load_from_the_back(plan, request, start)
+            return
         if start.is_async:
             self._begin_load(plan, request, loaded)
             return
@@ -443,6 +481,16 @@ class Scheduler:
         request.status = RequestStatus.WAITING_FOR_REMOTE_KVS
         self.parked.add(request)
         plan.begun_loads.append(request)
+
+    def _begin_load_from_the_back(self, plan: StepPlan, request: Request, start: Start) -> None:
+        assert start.compute_end is not None
+        computed, loaded = start.hit.num_tokens, start.loaded
+        new_blocks = self._allocate(plan, request, loaded.stop, loaded)
+        request.hole_end = request.load_end = loaded.stop
+        plan.begun_loads.append(request)
+        num_tokens = min(start.compute_end - computed, plan.budget)
+        self._record_admission(request, plan, computed, computed)
+        self._run(plan, ScheduledRequest(request, num_tokens, computed, new_blocks, request.status))
 
     def _allocate(
         self, plan: StepPlan, request: Request, num_tokens: int, loaded: range
@@ -488,6 +536,8 @@ class Scheduler:
         """Take all blocks from a running request, which has nothing in flight, and requeue it."""
         assert request.num_output_placeholders == 0
         self.running.remove(request)
+        self._transfers.forget_load(request)
+        request.hole_end = None
         self.kv_cache.free(request, self._last_applied_step)
         request.status = RequestStatus.PREEMPTED
         request.num_computed_tokens = 0

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from interlace.engine.request import Request, RequestStatus
+from interlace.engine.request import Request
 
 
 class _Held(NamedTuple):
@@ -54,11 +54,10 @@ class TransferLedger:
 
     def is_loading(self, request: Request) -> bool:
         """Whether blocks of the unfinished request are being written to."""
-        waits = request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
-        return waits and request.request_id not in self._ended_loads
+        return request.awaits_load and request.request_id not in self._ended_loads
 
     def forget_load(self, request: Request) -> None:
-        """The request is promoted, or has ended."""
+        """The request goes on with what was loaded, or has lost its blocks, or has ended."""
         self._ended_loads.discard(request.request_id)
 
     def hold(self, request: Request, *, is_loading: bool, stays: bool) -> None:

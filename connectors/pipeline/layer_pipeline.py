@@ -25,6 +25,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+from interlace.connectors.pipeline.worker_backward import BackwardTransfer
 from interlace.connectors.pipeline.worker_feeder import Copies, FedTransfer, Feeder
 from interlace.connectors.pipeline.worker_loads import PipelinedLoad
 from interlace.connectors.pipeline.worker_times import (
@@ -42,7 +43,14 @@ from interlace.layers.page_copies import PageCopies, Run
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["FedTransfer", "LaneCopies", "LayerPipeline", "PipelinedLoad", "TransferStats"]
+__all__ = [
+    "BackwardTransfer",
+    "FedTransfer",
+    "LaneCopies",
+    "LayerPipeline",
+    "PipelinedLoad",
+    "TransferStats",
+]
 
 DEFAULT_GROUP_SIZE = 2
 DEFAULT_WINDOW_BYTES = 32 << 20
@@ -206,6 +214,33 @@ class LayerPipeline:
         load = self._bulk.add(tuple(runs), self.record_compute())
         self.poll()
         return load
+
+    def submit_from_the_back(
+        self, runs: Sequence[Run], share: int, window_bytes: int
+    ) -> BackwardTransfer:
+        """Load the last `share` blocks of these beside the steps, the last ones first, behind the
+        loads that came before. `window_bytes` of it may be queued, if the pipeline's own window is
+        smaller: somebody waits for it.
+
+        Raises: `ConnectorError` if `runs` do not fit.
+        """
+        load = BackwardTransfer(
+            self._bulk.copies,
+            tuple(runs),
+            share,
+            after=self.record_compute(),
+            window_bytes=max(window_bytes, self._bulk.window_bytes),
+            watch=self.watch,
+        )
+        self._bulk.append(load)
+        self.poll()
+        return load
+
+    def set_share(self, load: BackwardTransfer, share: int) -> None:
+        """Load that many blocks from the back in all, or as many as are under way."""
+        load.set_share(share)
+        self._bulk.append(load)
+        self.poll()
 
     def submit_save(self, runs: Sequence[Run], after: Gate | None = None) -> FedTransfer:
         """Save these beside the steps, when `after`, a gate of `record_compute`, has opened.

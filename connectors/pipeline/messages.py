@@ -28,13 +28,38 @@ class RecordRun(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Load:
-    """All that one request loads."""
+    """All that one request loads, or may load."""
 
+    load_id: int
     request_id: str
     runs: tuple[RecordRun, ...]
     """In order of position."""
     is_async: bool
     """Beside the steps, and reported when it has ended; else within this step, layer by layer."""
+    share: int | None = None
+    """Load from the back, beside the steps, only so many blocks, until a `Share` says otherwise;
+    the request computes those before. None: load all, from the front."""
+
+
+class Share(NamedTuple):
+    """How much of a request is loaded from the back: the rest of it is computed."""
+
+    load_id: int
+    revision: int
+    """Counts what was said about this load, from 0, the load itself."""
+    num_blocks: int
+
+
+class ShareReport(NamedTuple):
+    """How far a load from the back has come."""
+
+    load_id: int
+    revision: int
+    """Of what the worker side was told last."""
+    num_blocks: int
+    """That it loads in all: more than it was told if those were under way already."""
+    num_loaded: int
+    """Of these, from the back on, that are in their pages."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -62,6 +87,11 @@ class PipelineMetadata(KVConnectorMetadata):
     yet may be given up, and the save reported as failed."""
     release: frozenset[str] = frozenset()
     """Requests that were held and whose last save has ended: report them as sent."""
+    shares: tuple[Share, ...] = ()
+    """News for loads of earlier steps; those that have ended are past it."""
+    lost_loads: frozenset[int] = frozenset()
+    """Loads of earlier steps whose blocks this step hands on: as with `fences`, and nothing is
+    reported of them but their end in `loaded`."""
     num_tokens: int = 0
     """As in `StepSample`; 0 if the step is not to be a sample."""
     num_context_tokens: int = 0
@@ -99,9 +129,10 @@ class PipelineReport(KVConnectorWorkerMetadata):
     """Saves that have ended well: their records hold what their blocks held."""
     failed: frozenset[int] = frozenset()
     """Saves that have not, and never will."""
-    loaded: frozenset[str] = frozenset()
-    """Requests whose load, of either kind, reads no record any more, whether it went well or not.
-    """
+    loaded: frozenset[int] = frozenset()
+    """Loads of any kind that read no record any more, whether they went well or not."""
+    shares: tuple[ShareReport, ...] = ()
+    """Of each load from the back that is under way, or has ended with this step."""
     steps: tuple[StepSample, ...] = ()
     loads: tuple[LoadSample, ...] = ()
 
@@ -112,6 +143,7 @@ class PipelineReport(KVConnectorWorkerMetadata):
             self.copied | other.copied,
             self.failed | other.failed,
             self.loaded | other.loaded,
+            self.shares + other.shares,
             self.steps + other.steps,
             self.loads + other.loads,
         )

@@ -9,7 +9,7 @@ from interlace.engine.config import KVTransferConfig
 from interlace.engine.kv_connector import KVCacheConfig
 from interlace.engine.options import Options
 
-LoadMode = Literal["auto", "recompute", "bulk", "layerwise"]
+LoadMode = Literal["auto", "recompute", "bulk", "layerwise", "hybrid"]
 """See `PipelineOptions.load_mode`."""
 _LONGEST_MS = 60_000.0
 
@@ -22,8 +22,9 @@ class PipelineOptions(Options):
     """Host memory for records, pinned beside a GPU. Whole records fit into it, at least one."""
     load_mode: LoadMode = "auto"
     """How a request's stored KV comes back: "layerwise", within the step, each layer while those
-    before it compute; "bulk", beside the steps, before the request joins the batch; "recompute",
-    not at all; "auto" chooses for each request what its measured rates promise to be soonest."""
+    before it compute; "bulk", beside the steps, before the request joins the batch; "hybrid", from
+    the back beside the steps, while those compute it from the front; "recompute", not at all;
+    "auto" chooses for each request what its measured rates promise to be soonest."""
     group_size: int = 2
     """Layers that share a gate."""
     max_load_stall_ms: float = 20.0

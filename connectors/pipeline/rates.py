@@ -85,6 +85,8 @@ class StepTimes:
         """For `num_tokens` of one request behind `num_context_tokens`; None before any sample."""
         if not self._samples:
             return None
+        if num_tokens <= 0:
+            return 0.0
         if self._prices is None:
             self._prices = fit_prices([s for kept in self._samples.values() for s in kept])
         a, b, c = self._prices
@@ -152,6 +154,7 @@ class Way(enum.Enum):
     """How a request gets the KV of what is stored of it."""
 
     RECOMPUTE = enum.auto()
+    HYBRID = enum.auto()
     BULK = enum.auto()
     LAYERWISE = enum.auto()
 
@@ -164,6 +167,9 @@ class Forecast:
     """This request's load within the step, behind other loads of the step."""
     bulk_load_s: float | None
     """This request's load beside the steps, behind other such loads."""
+    hybrid_s: float | None
+    """The longer one of computing the front of what is stored, and loading its back beside the
+    steps. None also if there is nothing to split."""
     recompute_s: float | None
     """To compute what is stored, too."""
     rest_s: float | None
@@ -185,6 +191,8 @@ def choose_way(mode: LoadMode, forecast: Forecast, max_stall_s: float) -> Way:
     if forecast.rest_s is None or forecast.first_step_s is None or forecast.load_s is None:
         return Way.BULK if forecast.num_running else Way.LAYERWISE
     times = {Way.BULK: (forecast.bulk_load_s or 0.0) + forecast.rest_s}
+    if forecast.hybrid_s is not None:
+        times[Way.HYBRID] = forecast.hybrid_s + forecast.rest_s
     stall_s = max(0.0, forecast.load_s - forecast.first_step_s)
     if stall_s * forecast.num_running <= max_stall_s:
         times[Way.LAYERWISE] = stall_s + max(forecast.rest_s, forecast.first_step_s)

@@ -14,7 +14,7 @@ class PipelineStats(CountingStats):
 
     `blocks_loaded`, `blocks_failed_to_load`; `blocks_saved`, `blocks_not_saved` (a copy failed, or
     stood on bad KV), `blocks_dropped` (there was no record for them); `records_evicted`;
-    `chose_recompute`, `chose_bulk` and `chose_layerwise`, a request each.
+    `chose_recompute`, `chose_bulk`, `chose_layerwise` and `chose_hybrid`, a request each.
     """
 
 

@@ -6,8 +6,8 @@ request's hashes, never from a count of its own, so preemption and truncation ne
 
 from __future__ import annotations
 
-import collections
 import dataclasses
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from interlace.connectors.pipeline.host_index import HostIndex
@@ -16,11 +16,13 @@ from interlace.connectors.pipeline.messages import (
     PipelineHandshake,
     PipelineMetadata,
     PipelineReport,
+    Share,
 )
 from interlace.connectors.pipeline.options import LoadMode
 from interlace.connectors.pipeline.planner import SavePlanner, Tracked
 from interlace.connectors.pipeline.rates import Forecast, LoadRate, StepTimes, Way, choose_way
 from interlace.connectors.pipeline.sched_runs import record_runs
+from interlace.connectors.pipeline.sched_split import PlannedStep, Split, balance
 from interlace.connectors.pipeline.sched_stats import Counter, PipelineStats
 from interlace.connectors.step_tables import computed_before, follow_blocks
 from interlace.engine.kv_connector import KVCacheBlocks, KVConnectorOutput
@@ -36,6 +38,7 @@ class SchedulerSettings:
     """Tokens."""
     max_step_tokens: int
     """That a step computes at most."""
+    max_inflight_steps: int
     load_mode: LoadMode
     max_stall_s: float
     """See `choose_way`."""
@@ -52,16 +55,41 @@ class _Offer(NamedTuple):
     """Tokens that were cached on the device."""
     way: Way | None
     """None: nothing is stored."""
+    floor: int = 0
+    """With `Way.HYBRID`: the block up to which the request is computed."""
+    runs_at_once: bool = False
+    """Whether the engine has asked for it."""
+
+
+class _Choice(NamedTuple):
+    """How a request's stored KV is to come."""
+
+    way: Way
+    floor: int
+    """See `_Offer`."""
 
 
 class _OpenLoad(NamedTuple):
     """A load that was ordered, until the worker side has done with its records."""
 
+    request_id: str
     prefix: tuple[bytes, ...]
     """Hashes from the request's first block to the last one that is loaded."""
     records: dict[int, int]
-    """Block id -> the record that it is loaded from, in order of position."""
+    """Block id -> the record that it is loaded from, or may be, in order of position."""
     is_async: bool
+    split: Split | None = None
+    """Of a load from the back."""
+
+    @property
+    def num_open_blocks(self) -> int:
+        """Blocks that are still to be loaded, as far as is known."""
+        return len(self.records) if self.split is None else self.split.num_open_blocks
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that are loaded in all."""
+        return len(self.records) if self.split is None else self.split.num_blocks
 
 
 class PipelineScheduler:
@@ -79,9 +107,14 @@ class PipelineScheduler:
         self._planner = SavePlanner(self.index, self._counter)
         self._requests: dict[str, Tracked] = {}
         self._offers: dict[str, _Offer] = {}
-        self._loads: list[Load] = []  # for the next metadata
-        # Request id -> its loads, oldest first: an id may come again before a report.
-        self._open_loads: dict[str, collections.deque[_OpenLoad]] = {}
+        # For the next metadata.
+        self._loads: list[Load] = []
+        self._shares: list[Share] = []
+        self._lost_loads: set[int] = set()
+        self._last_load_id = 0
+        self._open_loads: dict[int, _OpenLoad] = {}
+        self._splits: dict[str, Split] = {}
+        """Request id -> how it is split, from its load from the back on until it ends."""
 
     @property
     def is_idle(self) -> bool:
@@ -91,6 +124,7 @@ class PipelineScheduler:
             or self._offers
             or self._loads
             or self._open_loads
+            or self._splits
             or self._planner.num_open
         )
 
@@ -106,11 +140,25 @@ class PipelineScheduler:
             return 0, False
         first = num_computed_tokens // self._block_size
         end = self._end_of_stored(request, first)
-        way = self._choose(request, num_computed_tokens, end - first) if end > first else None
-        self._offers[request.request_id] = _Offer(num_computed_tokens, way)
-        if way is None or way is Way.RECOMPUTE:
+        offer = _Offer(num_computed_tokens, None)
+        if end > first:
+            offer = _Offer(num_computed_tokens, *self._choose(request, num_computed_tokens, end))
+        self._offers[request.request_id] = offer
+        if offer.way is None or offer.way is Way.RECOMPUTE:
             return 0, False
-        return end * self._block_size - num_computed_tokens, way is Way.BULK
+        is_async = offer.way in (Way.BULK, Way.HYBRID)
+        return end * self._block_size - num_computed_tokens, is_async
+
+    def get_compute_end(self, request: Request) -> int | None:
+        """What the split says, of a load from the back that is promised or under way."""
+        split = self._splits.get(request.request_id)
+        if split is not None:
+            return split.compute_end
+        offer = self._offers.get(request.request_id)
+        if offer is None or offer.way is not Way.HYBRID:
+            return None
+        self._offers[request.request_id] = offer._replace(runs_at_once=True)
+        return offer.floor * self._block_size
 
     def _end_of_stored(self, request: Request, first: int) -> int:
         """The first block from `first` on that is not stored, or holds the last token."""
@@ -120,22 +168,50 @@ class PipelineScheduler:
             end += 1
         return end
 
-    def _choose(self, request: Request, num_local: int, num_blocks: int) -> Way:
+    def _choose(self, request: Request, num_local: int, end: int) -> _Choice:
+        first = num_local // self._block_size
+        num_blocks = end - first
         num_loaded = num_blocks * self._block_size
         num_rest = request.num_tokens - num_local - num_loaded
         num_running = self._num_running()
         num_first = min(num_rest + num_running, self._settings.max_step_tokens)
         step_bytes, beside_bytes = self._bytes_ahead()
         num_bytes = num_blocks * self._record_bytes
+        floor, hybrid_s = self._split(first, end, beside_bytes)
         forecast = Forecast(
             load_s=self._load_rate.seconds(step_bytes + num_bytes),
             bulk_load_s=self._load_rate.seconds(beside_bytes + num_bytes),
+            hybrid_s=hybrid_s,
             recompute_s=self._step_times.seconds(num_loaded + num_rest, num_local),
             rest_s=self._step_times.seconds(num_rest, num_local + num_loaded),
             first_step_s=self._step_times.seconds(num_first, num_local + num_loaded),
             num_running=num_running,
         )
-        return choose_way(self._settings.load_mode, forecast, self._settings.max_stall_s)
+        way = choose_way(self._settings.load_mode, forecast, self._settings.max_stall_s)
+        return _Choice(Way.BULK if way is Way.HYBRID and floor in (first, end) else way, floor)
+
+    def _split(self, first: int, end: int, beside_bytes: int) -> tuple[int, float | None]:
+        """(the block before which blocks [first, end) are best computed, and from which they are
+        loaded; seconds until both are done). In the middle if rates are not known."""
+
+        def computing_s(block: int) -> float:
+            return self._computing_s(first * self._block_size, block * self._block_size) or 0.0
+
+        def loading_s(block: int) -> float:
+            num_bytes = (end - block) * self._record_bytes
+            return self._load_rate.seconds(beside_bytes + num_bytes) or 0.0
+
+        if not computing_s(end) or not loading_s(first):
+            return (first + end) // 2, None
+        floor = balance(first, end, computing_s, loading_s)
+        hybrid_s = max(computing_s(floor), loading_s(floor))
+        return floor, None if floor in (first, end) else hybrid_s
+
+    def _computing_s(self, first: int, end: int) -> float | None:
+        return self._step_times.seconds(end - first, first)
+
+    def _loading_s(self, num_blocks: int) -> float | None:
+        return self._load_rate.seconds(num_blocks * self._record_bytes)
 
     def _num_running(self) -> int:
         running = RequestStatus.RUNNING
@@ -144,10 +220,11 @@ class PipelineScheduler:
     def _bytes_ahead(self) -> tuple[int, int]:
         """Bytes that go before a further load of the next step: (within the step, beside it)."""
         in_step = sum(run.num_blocks for one in self._loads if not one.is_async for run in one.runs)
-        beside = sum(
-            len(one.records) for loads in self._open_loads.values() for one in loads if one.is_async
-        )
-        return in_step * self._record_bytes, (in_step + beside) * self._record_bytes
+        beside = sum(one.num_open_blocks for one in self._open_loads.values() if one.is_async)
+        # Of a load from the back much is under way at a time.
+        hurried = sum(one.num_open_blocks for one in self._open_loads.values() if one.split)
+        in_step += hurried
+        return in_step * self._record_bytes, (in_step + beside - hurried) * self._record_bytes
 
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
@@ -157,6 +234,7 @@ class PipelineScheduler:
         tracked = self._requests.setdefault(request.request_id, Tracked(request))
         tracked.block_ids = block_ids
         tracked.num_settled = 0
+        self._splits.pop(request.request_id, None)
         self.index.touch(request.block_hashes[: len(block_ids)])
         offer = self._offers.pop(request.request_id, None)
         if offer is not None and offer.way is not None:
@@ -177,14 +255,30 @@ class PipelineScheduler:
         end = (offer.num_local + num_tokens) // self._block_size
         records = self.index.pin(request.block_hashes[first:end])
         block_ids = tracked.block_ids[first:end]
-        is_async = offer.way is Way.BULK
-        self._loads.append(Load(request.request_id, record_runs(records, block_ids), is_async))
-        opened = _OpenLoad(
+        is_async = offer.way in (Way.BULK, Way.HYBRID)
+        self._last_load_id += 1
+        load_id = self._last_load_id
+        split = None
+        if offer.runs_at_once:
+            split = self._splits[request.request_id] = Split(
+                load_id, offer.floor, end, self._block_size
+            )
+        self._loads.append(
+            Load(
+                load_id,
+                request.request_id,
+                record_runs(records, block_ids),
+                is_async,
+                None if split is None else split.num_blocks,
+            )
+        )
+        self._open_loads[load_id] = _OpenLoad(
+            request.request_id,
             tuple(request.block_hashes[:end]),
             dict(zip(block_ids, records, strict=True)),
             is_async,
+            split,
         )
-        self._open_loads.setdefault(request.request_id, collections.deque()).append(opened)
         tracked.is_loading = is_async
 
     # ---------------------------------------------------------------- steps
@@ -194,7 +288,9 @@ class PipelineScheduler:
         follow_blocks(scheduler_output, self._requests)
         for request_id in scheduler_output.preempted_req_ids & self._requests.keys():
             self._planner.fence(self._requests[request_id])
+            self._lose_load(request_id)
         before = computed_before(scheduler_output)
+        self._adjust_splits(scheduler_output, before)
         for request_id, num_new in scheduler_output.num_scheduled_tokens.items():
             tracked = self._requests.get(request_id)
             if tracked is not None and self._settings.may_save:
@@ -202,15 +298,40 @@ class PipelineScheduler:
                 self._planner.plan(tracked, num_computed // self._block_size)
         orders = self._planner.take_orders()
         loads, self._loads = self._loads, []
+        shares, self._shares = self._shares, []
+        lost_loads, self._lost_loads = self._lost_loads, set()
         return PipelineMetadata(
             step_id=scheduler_output.step_id,
             loads=tuple(loads),
             saves=tuple(orders.saves),
             fences=frozenset(orders.fences),
             release=frozenset(orders.release),
+            shares=tuple(shares),
+            lost_loads=frozenset(lost_loads),
             num_tokens=scheduler_output.total_num_scheduled_tokens,
             num_context_tokens=sum(before.values()),
         )
+
+    def _lose_load(self, request_id: str) -> None:
+        """The request was preempted: a load from the back ends with it."""
+        self._requests[request_id].is_loading = False
+        split = self._splits.pop(request_id, None)
+        if split is not None and split.load_id in self._open_loads:
+            self._lost_loads.add(split.load_id)
+
+    def _adjust_splits(self, output: SchedulerOutput, before: Mapping[str, int]) -> None:
+        for request_id, split in self._splits.items():
+            request = self._requests[request_id].request
+            num_computed = before.get(request_id, request.num_computed_tokens)
+            step = PlannedStep(
+                output.step_id,
+                num_computed,
+                num_computed + output.num_scheduled_tokens.get(request_id, 0),
+                self._settings.max_inflight_steps,
+            )
+            share = split.adjust(step, self._computing_s, self._loading_s)
+            if share is not None:
+                self._shares.append(share)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """Bad blocks first, then what the worker side reports of loads and saves."""
@@ -223,8 +344,12 @@ class PipelineScheduler:
         report = connector_output.kv_connector_worker_meta
         if not isinstance(report, PipelineReport):
             return
-        for request_id in report.loaded:
-            self._end_load(request_id, invalid)
+        for share in report.shares:
+            opened = self._open_loads.get(share.load_id)
+            if opened is not None and opened.split is not None:
+                opened.split.follow(share, has_ended=share.load_id in report.loaded)
+        for load_id in report.loaded:
+            self._end_load(load_id, invalid)
         self._planner.allow(report.copied)
         self._planner.fail(report.failed)
         self._load_rate.add(report.loads)
@@ -233,27 +358,23 @@ class PipelineScheduler:
     def _distrust_loads(self, invalid: set[int]) -> None:
         """Records that could not be loaded are not promised again, and who lost some is promised
         nothing more: a load that fails each time would be promised for ever."""
-        for loads in self._open_loads.values():
-            for opened in loads:
-                for block_id in opened.records.keys() & invalid:
-                    self.index.forget(opened.records[block_id])
+        for opened in self._open_loads.values():
+            for block_id in opened.records.keys() & invalid:
+                self.index.forget(opened.records[block_id])
         for tracked in self._requests.values():
             tracked.num_settled = 0
             tracked.load_failed |= not invalid.isdisjoint(tracked.block_ids)
 
-    def _end_load(self, request_id: str, invalid: set[int]) -> None:
-        """A request's oldest load reads no record any more. What it loaded was used last of all
-        only now, and its head still goes last."""
-        loads = self._open_loads.get(request_id)
-        if loads is None:
+    def _end_load(self, load_id: int, invalid: set[int]) -> None:
+        """A load reads no record any more. What it loaded was used last of all only now, and its
+        head still goes last."""
+        opened = self._open_loads.pop(load_id, None)
+        if opened is None:
             return
-        opened = loads.popleft()
-        if not loads:
-            del self._open_loads[request_id]
         self.index.unpin(list(opened.records.values()))
         self.index.touch(opened.prefix)
         num_failed = len(opened.records.keys() & invalid)
-        self._counter.add("blocks_loaded", len(opened.records) - num_failed)
+        self._counter.add("blocks_loaded", max(0, opened.num_blocks - num_failed))
         self._counter.add("blocks_failed_to_load", num_failed)
 
     # ---------------------------------------------------------------- ends
@@ -266,13 +387,16 @@ class PipelineScheduler:
 
         Plan nothing of a request that failed. Hold none that still loads: the end of its load
         frees its blocks, and no second report may come. Nor one without blocks: the next step may
-        hand on what a preemption took, so its saves are fenced.
+        hand on what a preemption took. So their saves are fenced.
         """
         self._offers.pop(request.request_id, None)
         tracked = self._requests.pop(request.request_id, None)
-        if tracked is None or tracked.is_loading:
+        split = self._splits.pop(request.request_id, None)
+        if tracked is None:
             return False, None
-        if not block_ids:
+        if tracked.is_loading and split is not None and (share := split.cancel()) is not None:
+            self._shares.append(share)
+        if tracked.is_loading or not block_ids:
             self._planner.fence(tracked)
             return False, None
         self.index.touch(request.block_hashes[: len(block_ids)])

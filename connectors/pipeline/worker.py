@@ -5,11 +5,13 @@ Nothing here waits for a GPU, but `handshake` and `close`. On a CPU a layer wait
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 from interlace.connectors.pipeline.layer_pipeline import (
     DEFAULT_WINDOW_BYTES,
+    BackwardTransfer,
     FedTransfer,
     LayerPipeline,
     PipelinedLoad,
@@ -21,6 +23,8 @@ from interlace.connectors.pipeline.messages import (
     PipelineMetadata,
     PipelineReport,
     Save,
+    Share,
+    ShareReport,
 )
 from interlace.connectors.pipeline.options import PipelineOptions
 from interlace.connectors.pipeline.records import HostRecords
@@ -34,6 +38,8 @@ if TYPE_CHECKING:
     import torch
 
 _CLOSE_S = 10.0
+_HURRIED_S = 0.020
+"""Of loading from the back is under way at a time: as long as it takes to launch a long step."""
 
 
 class PipelineWorker:
@@ -54,6 +60,7 @@ class PipelineWorker:
         self._options = options
         self._lanes = lanes
         self._window_bytes = window_bytes
+        self._hurried_bytes = window_bytes
         self._opened: _Opened | None = None
         self._begun: PipelineMetadata | None = None
         self._has_forward = False  # of this step
@@ -63,7 +70,8 @@ class PipelineWorker:
         self._saves: dict[int, FedTransfer] = {}
         self._sent: set[str] = set()
         self._invalid: set[int] = set()
-        self._loaded: set[str] = set()
+        self._loaded: set[int] = set()
+        self._shares: list[ShareReport] = []
         self._failed_saves: set[int] = set()
 
     # ---------------------------------------------------------------- once
@@ -113,9 +121,9 @@ class PipelineWorker:
     def handshake(self) -> PipelineHandshake:
         """What there is, and how fast it loads: measures that."""
         records = self._open.records
-        return PipelineHandshake(
-            records.num_records, records.record_bytes, records.measure_load_rate()
-        )
+        load_rate = records.measure_load_rate()
+        self._hurried_bytes = max(self._window_bytes, int(load_rate * _HURRIED_S))
+        return PipelineHandshake(records.num_records, records.record_bytes, load_rate)
 
     @property
     def layer_gates(self) -> LayerGates | None:
@@ -125,14 +133,21 @@ class PipelineWorker:
     # ---------------------------------------------------------------- every step
 
     def handle_preemptions(self, metadata: PipelineMetadata) -> None:
-        """What is computed from now on may overwrite the blocks of the fenced saves.
+        """What is computed from now on may overwrite the blocks of the fenced saves, and of lost
+        loads.
 
         Waits on a CPU for one copy at most, on a GPU for nothing: there the step waits.
         """
+        pipeline = self._open.pipeline
         for save_id in metadata.fences:
             save = self._saves.get(save_id)
             if save is not None:
-                self._open.pipeline.fence(save)
+                pipeline.fence(save)
+        for one in self._bulk_loads:
+            if one.load.load_id in metadata.lost_loads:
+                one.is_lost = True
+                if one.transfer is not None:
+                    pipeline.fence(one.transfer)
 
     def start(self, metadata: PipelineMetadata) -> None:
         """Begin a step, unless it has begun: queue its loads."""
@@ -153,6 +168,8 @@ class PipelineWorker:
         for load in metadata.loads:
             if load.is_async:
                 self._start_bulk(load)
+        for share in metadata.shares:
+            self._follow(share)
         opened.pipeline.poll()
         if within or not metadata.num_tokens:
             opened.sampler.forget()
@@ -160,12 +177,25 @@ class PipelineWorker:
             opened.sampler.begin(metadata.num_tokens, metadata.num_context_tokens)
 
     def _start_bulk(self, load: Load) -> None:
+        pipeline = self._open.pipeline
         try:
-            transfer = self._open.pipeline.submit_bulk(load.runs)
+            if load.share is None:
+                one = _BulkLoad(load, pipeline.submit_bulk(load.runs))
+            else:
+                one = _BulkLoad(
+                    load,
+                    pipeline.submit_from_the_back(load.runs, load.share, self._hurried_bytes),
+                )
         except ConnectorError as error:
-            self._bulk_loads.append(_BulkLoad(load, None, error))
-            return
-        self._bulk_loads.append(_BulkLoad(load, transfer, None))
+            one = _BulkLoad(load, None, error)
+        self._bulk_loads.append(one)
+
+    def _follow(self, share: Share) -> None:
+        for one in self._bulk_loads:
+            if one.load.load_id == share.load_id and not one.is_lost:
+                one.revision = share.revision
+                if isinstance(one.transfer, BackwardTransfer):
+                    self._open.pipeline.set_share(one.transfer, share.num_blocks)
 
     def wait_for_layer(self, layer_name: str) -> None:
         """Let the step wait until what it loads of the layer is in its pages, or has failed."""
@@ -202,12 +232,12 @@ class PipelineWorker:
         sent, self._sent = self._sent, set()
         ended = [one for one in self._bulk_loads if one.is_done]
         self._bulk_loads = [one for one in self._bulk_loads if not one.is_done]
-        received = {one.load.request_id for one in ended}
-        self._loaded |= received
-        for one in ended:
-            if one.error is not None:
-                self._invalid |= _block_ids(one.load)
-        return sent or None, received or None
+        self._loaded |= {one.load.load_id for one in ended}
+        received = [one for one in ended if not one.is_lost]
+        for one in received:
+            self._invalid |= one.invalid()
+            self._shares += one.news()
+        return sent or None, {one.load.request_id for one in received} or None
 
     def take_invalid(self) -> set[int]:
         """The step is over: blocks that its loads, or those just received, did not fill."""
@@ -226,7 +256,10 @@ class PipelineWorker:
         copied, failed = self._take_ended_saves()
         loads = self._take_ended_loads()
         loaded, self._loaded = frozenset(self._loaded), set()
-        report = PipelineReport(copied, failed, loaded, opened.sampler.take(), loads)
+        shares, self._shares = self._shares, []
+        for one in self._bulk_loads:
+            shares += one.news()
+        report = PipelineReport(copied, failed, loaded, tuple(shares), opened.sampler.take(), loads)
         return None if report == PipelineReport() else report
 
     def _take_ended_saves(self) -> tuple[frozenset[int], frozenset[int]]:
@@ -246,7 +279,7 @@ class PipelineWorker:
             if not one.pipelined.is_done:
                 under_way.append(one)
                 continue
-            self._loaded |= {load.request_id for load in one.loads}
+            self._loaded |= {load.load_id for load in one.loads}
             self._invalid |= one.take_invalid()
             stats = one.pipelined.stats
             if stats.seconds is not None and not any(one.pipelined.errors):
@@ -287,27 +320,53 @@ class _StepLoad:
             return set()
         self._is_judged = True
         results = zip(self.loads, self.pipelined.errors, strict=True)
-        return {i for load, error in results if error is not None for i in _block_ids(load)}
+        return {i for load, error in results if error is not None for i in _block_ids(load.runs)}
 
 
-class _BulkLoad(NamedTuple):
+@dataclasses.dataclass(slots=True)
+class _BulkLoad:
     """A load beside the steps."""
 
     load: Load
     transfer: FedTransfer | None
     """None if it was refused."""
-    refused: ConnectorError | None
+    refused: ConnectorError | None = None
+    is_lost: bool = False
+    """Its blocks were handed on."""
+    revision: int = 0
+    """Of its share."""
+    _told: ShareReport | None = None
 
     @property
     def is_done(self) -> bool:
         """Whether it touches nothing any more."""
         return self.transfer is None or self.transfer.is_done
 
-    @property
-    def error(self) -> BaseException | None:
-        """Why it failed."""
-        return self.refused if self.transfer is None else self.transfer.error
+    def invalid(self) -> set[int]:
+        """Blocks that it was to fill and did not, now that it is done."""
+        if self.transfer is None:
+            return _block_ids(self.load.runs)
+        if self.transfer.error is None:
+            return set()
+        if isinstance(self.transfer, BackwardTransfer):
+            return _block_ids(self.transfer.missing())
+        return _block_ids(self.load.runs)
+
+    def news(self) -> list[ShareReport]:
+        """How far a load from the back has come, if that is not what was said last."""
+        share = self.load.share
+        if share is None or self.is_lost:
+            return []
+        report = ShareReport(self.load.load_id, self.revision, share, 0)
+        if isinstance(self.transfer, BackwardTransfer):
+            report = report._replace(
+                num_blocks=self.transfer.share, num_loaded=self.transfer.num_loaded
+            )
+        if report == self._told:
+            return []
+        self._told = report
+        return [report]
 
 
-def _block_ids(load: Load) -> set[int]:
-    return {run.block_id + i for run in load.runs for i in range(run.num_blocks)}
+def _block_ids(runs: Iterable[tuple[int, int, int]]) -> set[int]:
+    return {block_id + i for _, block_id, num_blocks in runs for i in range(num_blocks)}

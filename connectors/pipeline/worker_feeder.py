@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple, Protocol, TypeAlias
 
 from interlace.connectors.pipeline.worker_times import Stopwatch, TransferMeter, TransferStats
@@ -51,36 +51,38 @@ class Copies(Protocol):
         ...
 
 
-class _Slice(NamedTuple):
+class Slice(NamedTuple):
     """One work."""
 
     first_layer: int
     end_layer: int
     runs: Runs
     num_bytes: int
+    may_be_last: bool = False
+    """Of its transfer."""
 
 
 class FedTransfer:
     """One transfer of whole records. Its works copy part by part, each part over all layers."""
 
+    window_bytes: int = 0
+    """Bytes of it that may be queued at a time, if the feeder's own window is smaller."""
+
     def __init__(
         self,
-        copies: Copies,
+        slices: Iterable[Slice],
         copy_layer: CopyLayer,
-        runs: tuple[Run, ...],
         after: Gate | None,
-        slice_bytes: int,
         watch: Stopwatch,
     ) -> None:
-        """For `Feeder`. Raises: `ConnectorError` if `runs` do not fit."""
+        """For `Feeder`."""
         self.after = after
-        self.slices = _cut(copies, runs, slice_bytes)
         self.num_fed = 0
         """Slices on the lane, or past it."""
         self.last_gate: Gate | None = None
         """Of the slice that was fed last."""
+        self._slices = deque(slices)
         self._copy_layer = copy_layer
-        self._num_slices = len(self.slices)
         self._num_run = 0
         self._num_ended = 0
         self._error: BaseException | None = None
@@ -91,7 +93,22 @@ class FedTransfer:
     @property
     def is_done(self) -> bool:
         """Whether it will touch neither pages nor records any more."""
-        return not self.slices and self._num_ended == self.num_fed
+        return self.next_slice is None and self._num_ended == self.num_fed
+
+    @property
+    def next_slice(self) -> Slice | None:
+        """For `Feeder`: what is to be fed next; None if there is nothing more."""
+        return self._slices[0] if self._slices else None
+
+    def take(self, gate: Gate) -> None:
+        """For `Feeder`: the next slice was fed, and ends with `gate`."""
+        self._slices.popleft()
+        self.num_fed += 1
+        self.last_gate = gate
+
+    def drop(self) -> None:
+        """For `Feeder`: feed nothing more."""
+        self._slices.clear()
 
     @property
     def error(self) -> BaseException | None:
@@ -108,17 +125,17 @@ class FedTransfer:
         nothing. In host memory nothing is copied any more when this returns: it waits for the one
         copy under way."""
         with self._lock:
-            if self._num_run < self._num_slices:
+            if self.next_slice is not None or self._num_run < self.num_fed:
                 self._is_given_up = True
                 self._error = self._error or ConnectorError(
                     "the transfer was given up, since its blocks are handed on: copy them again"
                 )
-            self.slices.clear()
+            self.drop()
 
     def fail(self, error: BaseException) -> None:
         """For `Feeder`: nothing more of it can be queued."""
         self._error = self._error or error
-        self.slices.clear()
+        self.drop()
 
     def note_ended(self, gate: Gate) -> None:
         """For `Feeder`: a slice has ended."""
@@ -126,9 +143,9 @@ class FedTransfer:
         if gate.error is not None:
             self.fail(gate.error)
         elif self._error is not None:
-            self.slices.clear()
+            self.drop()
 
-    def copy(self, one: _Slice) -> None:
+    def copy(self, one: Slice) -> None:
         """The work of one slice, on the lane. What a copy raises becomes `error`."""
         with self._lock:
             if self._is_given_up or self._error is not None:
@@ -141,7 +158,7 @@ class FedTransfer:
                 self._error = without_frames(error, "of a transfer")
                 return
             self._num_run += 1
-            if self._num_run == self._num_slices:
+            if one.may_be_last:
                 self._meter.end()
 
 
@@ -161,9 +178,9 @@ class Feeder:
         watch: Stopwatch,
     ) -> None:
         self.lane = lane
-        self._copies = copies
+        self.copies = copies
         self._copy_layer = copy_layer
-        self._window_bytes = window_bytes
+        self.window_bytes = window_bytes
         self._slice_bytes = max(1, window_bytes // _SLICES_PER_WINDOW)
         self._watch = watch
         self._waiting: deque[FedTransfer] = deque()
@@ -175,11 +192,15 @@ class Feeder:
 
         Raises: `ConnectorError` if `runs` do not fit.
         """
-        transfer = FedTransfer(
-            self._copies, self._copy_layer, runs, after, self._slice_bytes, self._watch
-        )
-        self._waiting.append(transfer)
+        slices = _cut(self.copies, runs, self._slice_bytes)
+        transfer = FedTransfer(slices, self._copy_layer, after, self._watch)
+        self.append(transfer)
         return transfer
+
+    def append(self, transfer: FedTransfer) -> None:
+        """Feed this one, or feed it on, when those that came before are fed."""
+        if transfer not in self._waiting:
+            self._waiting.append(transfer)
 
     @property
     def is_idle(self) -> bool:
@@ -197,32 +218,31 @@ class Feeder:
             transfer.note_ended(gate)
         while self._waiting and (transfer := self._waiting[0]):
             if transfer.error is not None:
-                transfer.slices.clear()
-            if not transfer.slices:
+                transfer.drop()
+            one = transfer.next_slice
+            if one is None:
                 self._waiting.popleft()
-            elif not (may_feed and self._has_room(transfer.slices[0], is_idle=is_idle)):
+            elif not (may_feed and self._has_room(transfer, one, is_idle=is_idle)):
                 break
             else:
-                self._feed(transfer)
+                self._feed(transfer, one)
 
-    def _has_room(self, one: _Slice, *, is_idle: bool) -> bool:
+    def _has_room(self, transfer: FedTransfer, one: Slice, *, is_idle: bool) -> bool:
         """Whether the window, and the lane, take one more. One slice always fits."""
-        fits = is_idle or self._fed_bytes + one.num_bytes <= self._window_bytes
+        window_bytes = max(self.window_bytes, transfer.window_bytes)
+        fits = is_idle or self._fed_bytes + one.num_bytes <= window_bytes
         return not self._fed or (fits and len(self._fed) < _MOST_WORKS)
 
-    def _feed(self, transfer: FedTransfer) -> None:
+    def _feed(self, transfer: FedTransfer, one: Slice) -> None:
         if transfer.after is not None:
             self.lane.wait(transfer.after)
             transfer.after = None
-        one = transfer.slices[0]
         try:
             gate = self.lane.submit(lambda: transfer.copy(one))
         except (LaneFullError, LaneClosedError) as error:
             transfer.fail(error)
             return
-        transfer.slices.popleft()
-        transfer.num_fed += 1
-        transfer.last_gate = gate
+        transfer.take(gate)
         self._fed.append((transfer, gate, one.num_bytes))
         self._fed_bytes += one.num_bytes
 
@@ -235,10 +255,10 @@ class Feeder:
         return has_ended
 
 
-def _cut(copies: Copies, runs: tuple[Run, ...], slice_bytes: int) -> deque[_Slice]:
+def _cut(copies: Copies, runs: tuple[Run, ...], slice_bytes: int) -> list[Slice]:
     """Slices of about `slice_bytes`, at least one page each: parts of the runs, all layers of one
     before the next."""
-    slices: deque[_Slice] = deque()
+    slices: list[Slice] = []
     copies.prepare(runs)  # refuses them as a whole
     for part in cut_runs(runs, max(1, slice_bytes // copies.page_bytes)):
         prepared = copies.prepare(part)
@@ -246,5 +266,5 @@ def _cut(copies: Copies, runs: tuple[Run, ...], slice_bytes: int) -> deque[_Slic
         step = max(1, slice_bytes // layer_bytes)
         for first in range(0, copies.num_layers, step):
             end = min(first + step, copies.num_layers)
-            slices.append(_Slice(first, end, prepared, (end - first) * layer_bytes))
-    return slices
+            slices.append(Slice(first, end, prepared, (end - first) * layer_bytes))
+    return [*slices[:-1], *(last._replace(may_be_last=True) for last in slices[-1:])]

@@ -63,11 +63,11 @@ class TransferStats:
     num_copies: int
     num_bytes: int
     seconds: float | None
-    """From its first copy to its last one, on its lane; None until that has ended."""
+    """From its first copy to its last one, on its lane; None while that goes on."""
 
     @property
     def gb_per_s(self) -> float | None:
-        """10^9 bytes per second; None until it has ended."""
+        """10^9 bytes per second; None while it goes on."""
         return self.num_bytes / self.seconds / 1e9 if self.seconds else None
 
 
@@ -76,7 +76,7 @@ class TransferMeter:
 
     def __init__(self, watch: Stopwatch) -> None:
         self._watch = watch
-        self._ways: set[CopyWay] = set()
+        self._ways: list[CopyWay] = []  # seldom more than one
         self._num_copies = 0
         self._num_bytes = 0
         self._begin: Any = None
@@ -89,12 +89,14 @@ class TransferMeter:
             self._begin = self._watch.mark()
 
     def end(self) -> None:
-        """The last work was queued."""
+        """A work was queued, the last one so far."""
         self._end = self._watch.mark()
+        self._seconds = None
 
     def add(self, copied: Copied) -> None:
         """A work copied this."""
-        self._ways.add(copied.way)
+        if copied.way not in self._ways:
+            self._ways.append(copied.way)
         self._num_copies += copied.num_copies
         self._num_bytes += copied.num_bytes
 

@@ -421,9 +421,9 @@ def test_what_was_saved_comes_back_in_both_ways_and_times_are_reported() -> None
     if report is None or 1 not in report.copied:
         kit.until_reported(lambda received, report: report is not None and 1 in report.copied)
     kit.fill(20, 80, 255)
-    kit.step(loads=(Load("a", (RecordRun(4, 40, 8),), is_async=False),))
+    kit.step(loads=(Load(1, "a", (RecordRun(4, 40, 8),), is_async=False),))
     assert kit.has(40, 8, 33)
-    kit.step(loads=(Load("b", (RecordRun(4, 60, 8),), is_async=True),))
+    kit.step(loads=(Load(2, "b", (RecordRun(4, 60, 8),), is_async=True),))
     if not kit.has(60, 8, 33):
         kit.until_reported(lambda received, report: "b" in received)
     assert kit.has(60, 8, 33)

@@ -77,7 +77,7 @@ def a_side(extra: dict[str, Any], **options: Any) -> PipelineConnector:
         ({"host_bytes": 0}, "host_bytes must be a whole number at least 1"),
         ({"host_bytes": 999}, "host_bytes=999 holds no record; one takes 1000 bytes"),
         ({"host_bytes": "4G"}, "host_bytes"),
-        ({"load_mode": "hybrid"}, "'auto', 'recompute', 'bulk', 'layerwise'"),
+        ({"load_mode": "sideways"}, "'auto', 'recompute', 'bulk', 'layerwise', 'hybrid'"),
         ({"group_size": 0}, "group_size must be a whole number"),
         ({"group_size": 3}, "from 1 to 2"),
         ({"max_load_stall_ms": -1}, "max_load_stall_ms"),

@@ -128,6 +128,7 @@ def forecast(
     first: float | None,
     running: int,
     beside: float | None = None,
+    hybrid: float | None = None,
 ) -> Forecast:
     """Milliseconds. `first`: None if it is all the rest; `beside`: None if there is no queue."""
 
@@ -137,6 +138,7 @@ def forecast(
     return Forecast(
         load_s=seconds(load),
         bulk_load_s=seconds(load if beside is None else beside),
+        hybrid_s=seconds(hybrid),
         recompute_s=seconds(recompute),
         rest_s=seconds(rest),
         first_step_s=seconds(rest if first is None else first),

@@ -22,6 +22,8 @@ from interlace.connectors.pipeline.messages import (
     PipelineMetadata,
     PipelineReport,
     RecordRun,
+    Share,
+    ShareReport,
     StepSample,
 )
 from interlace.connectors.pipeline.sched_stats import PipelineStats
@@ -42,7 +44,7 @@ from interlace.engine.sampling_params import SamplingParams
 BLOCK_SIZE = 4
 RECORD_BYTES = 1000
 every_way = pytest.mark.parametrize(
-    ("load_mode", "depth"), list(itertools.product(["layerwise", "bulk", "auto"], [1, 2]))
+    ("load_mode", "depth"), list(itertools.product(["layerwise", "bulk", "hybrid", "auto"], [1, 2]))
 )
 
 
@@ -84,7 +86,11 @@ class LateWorker(KVConnectorBase_V1):
         self._in_step: list[Load] = []
         self._copied: set[int] = set()
         self._failed: set[int] = set()
-        self._loaded: set[str] = set()
+        self._loaded: set[int] = set()
+        self._shares: dict[int, Share] = {}
+        """Of loads from the back, as they were told last."""
+        self._num_loaded: dict[int, int] = {}
+        self._reports: list[ShareReport] = []
         self._invalid: set[int] = set()
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
@@ -105,6 +111,10 @@ class LateWorker(KVConnectorBase_V1):
         assert isinstance(kv_connector_metadata, PipelineMetadata)
         for save_id in kv_connector_metadata.fences & self.saving.keys():
             self._end_save(save_id)
+        for load in list(self.loading):
+            if load.load_id in kv_connector_metadata.lost_loads:
+                self.loading.remove(load)
+                self._loaded.add(load.load_id)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         metadata = self._get_connector_metadata()
@@ -113,6 +123,15 @@ class LateWorker(KVConnectorBase_V1):
         for load in metadata.loads:
             assert not self._written & {record for record, _ in pairs(load.runs)}
             (self.loading if load.is_async else self._in_step).append(load)
+            if load.share is not None:
+                self._shares[load.load_id] = Share(load.load_id, 0, load.share)
+                self._num_loaded[load.load_id] = 0
+        under_way = {load.load_id for load in self.loading}
+        for share in metadata.shares:
+            if share.load_id in under_way:
+                least = self._num_loaded[share.load_id]
+                num_blocks = max(least, share.num_blocks)
+                self._shares[share.load_id] = share._replace(num_blocks=num_blocks)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         for load in self._in_step:
@@ -136,11 +155,34 @@ class LateWorker(KVConnectorBase_V1):
         for save_id in list(self.saving):
             if self._ends():
                 self._end_save(save_id)
-        ended = [load for load in self.loading if self._ends()]
+        ended = [load for load in self.loading if self._ends() and self._is_copied(load)]
         for load in ended:
             self.loading.remove(load)
-            self._copy(load)
+        self._reports += self._share_reports([*self.loading, *ended])
         return set(metadata.release) or None, {load.request_id for load in ended} or None
+
+    def _is_copied(self, load: Load) -> bool:
+        """Copies it; one from the back a block at a time, if chance delays things."""
+        if load.share is None:
+            self._copy(load)
+            return True
+        share = self._shares[load.load_id].num_blocks
+        blocks = pairs(load.runs)
+        begun = self._num_loaded[load.load_id]
+        end = share if self.draw is None else min(begun + 1, share)
+        for record, block_id in reversed(blocks[len(blocks) - end : len(blocks) - begun]):
+            self._copy_block(record, block_id)
+        self._num_loaded[load.load_id] = end
+        if end == share:
+            self._loaded.add(load.load_id)
+        return end == share
+
+    def _share_reports(self, loads: list[Load]) -> list[ShareReport]:
+        return [
+            ShareReport(*self._shares[load.load_id], self._num_loaded[load.load_id])
+            for load in loads
+            if load.share is not None
+        ]
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         invalid, self._invalid = self._invalid, set()
@@ -151,11 +193,12 @@ class LateWorker(KVConnectorBase_V1):
             frozenset(self._copied),
             frozenset(self._failed),
             frozenset(self._loaded),
+            tuple(self._reports),
             tuple(self.samples),
             tuple(self.load_samples),
         )
         self._copied, self._failed, self._loaded = set(), set(), set()
-        self.samples, self.load_samples = [], []
+        self.samples, self.load_samples, self._reports = [], [], []
         return None if report == PipelineReport() else report
 
     # ---------------------------------------------------------------- copies
@@ -178,12 +221,15 @@ class LateWorker(KVConnectorBase_V1):
         self._copied.add(save_id)
 
     def _copy(self, load: Load) -> None:
-        self._loaded.add(load.request_id)
+        self._loaded.add(load.load_id)
         for record, block_id in pairs(load.runs):
-            if record in self.bad_records or self._says_yes(self.fault_rate / 4):
-                self._invalid.add(block_id)
-            else:
-                self.pages[block_id] = self.records[record]
+            self._copy_block(record, block_id)
+
+    def _copy_block(self, record: int, block_id: int) -> None:
+        if record in self.bad_records or self._says_yes(self.fault_rate / 4):
+            self._invalid.add(block_id)
+        else:
+            self.pages[block_id] = self.records[record]
 
     # ---------------------------------------------------------------- not this side's
 
@@ -341,7 +387,13 @@ def test_hits_at_all_lengths(load_mode: str, depth: int) -> None:
             world.save([*prompt_of(num_stored)])
         request = world.stepper.add(prompt_of(num_stored + more), max_tokens=9)
         world.run(request)
-        assert request.num_external_cached_tokens == num_stored
+        assert request.num_external_cached_tokens == num_loaded(load_mode, num_stored)
+
+
+def num_loaded(load_mode: str, num_stored: int) -> int:
+    """Without known rates a prompt is split in the middle, unless it is a block."""
+    num_blocks = num_stored // BLOCK_SIZE
+    return (num_blocks - num_blocks // 2) * BLOCK_SIZE if load_mode == "hybrid" else num_stored
 
 
 @every_way
@@ -350,7 +402,7 @@ def test_a_full_hit_leaves_a_token_to_compute(load_mode: str, depth: int) -> Non
     world.save(prompt_of(16))
     request = world.stepper.add(prompt_of(16), max_tokens=6)
     world.run(request)
-    assert request.num_external_cached_tokens == 12
+    assert request.num_external_cached_tokens == num_loaded(load_mode, 12)
 
 
 @every_way
@@ -362,7 +414,7 @@ def test_answers_are_stored_too(load_mode: str, depth: int) -> None:
     said = world.stepper.outputs[first.request_id]
     second = world.stepper.add([*prompt_of(6), *said, 3], max_tokens=3)
     world.run(second)
-    assert second.num_external_cached_tokens == 20
+    assert second.num_external_cached_tokens == num_loaded(load_mode, 20)
 
 
 def test_behind_what_is_cached_on_the_device() -> None:
@@ -522,7 +574,7 @@ def test_what_failed_to_load_is_not_promised_again(load_mode: str, depth: int) -
     assert world.stepper.scheduler.stats.num_invalid_blocks == 1
     counts = world.counts()
     assert counts["blocks_failed_to_load"] == 1
-    assert counts["blocks_loaded"] == 4
+    assert counts["blocks_loaded"] == num_loaded(load_mode, 20) // BLOCK_SIZE - 1
     assert index.find(request.block_hashes[2]) is not None  # computed, and saved again
 
 
@@ -607,7 +659,7 @@ def step_s(num_tokens: int) -> StepSample:
     [
         (1e6, 0, 20, "layerwise"),  # 5 ms to load, 20 to compute
         (1e6, 2, 20, "layerwise"),
-        (0.3e6, 2, 0, "bulk"),  # 17 ms to load: it would stall others
+        (0.3e6, 2, 0, "hybrid"),  # 17 ms to load: it would stall others. Or 13, beside a step of 14
         (0.3e6, 0, 0, "layerwise"),
         (0.1e6, 0, 20, "recompute"),  # 50 ms
         (0.1e6, 2, 20, "recompute"),
@@ -642,8 +694,10 @@ def test_random_traffic(load_mode: str, depth: int, seed: int) -> None:
         num_blocks=draw.choice([9, 12, 20]),
         max_num_batched_tokens=draw.choice([5, 16, 64]),
         policy="recompute",
+        rate=draw.choice([0.0, 5e5, 5e6]),
     )
     world.worker.draw = draw
+    world.worker.samples = [StepSample(n, 0, 0.0005 * n) for n in (1, 9, 30)]
     world.worker.fault_rate = draw.choice([0.0, 0.2])
     requests: list[Request] = []
     for _ in range(25):

@@ -100,8 +100,7 @@ class Model:
         self.blocks = list(range(1, NUM_BLOCKS))
         self.records = list(range(NUM_RECORDS))
         self.saves: dict[int, tuple[int, int, float]] = {}
-        self.loads: dict[str, tuple[int, int, float]] = {}
-        self.unreported: dict[str, int] = {}
+        self.loads: dict[int, tuple[int, int, float]] = {}
         self.number = 0
 
     def take(self) -> tuple[int, int, float]:
@@ -133,8 +132,8 @@ def test_random_steps_copy_what_they_were_told_and_report_it_once(
         orders = []
         for block, record, value in loads:
             kit.keep(record, value)
-            load = Load(f"r{value}", run(record, block), model.random.random() < 0.5)
-            model.loads[load.request_id] = block, record, value
+            load = Load(int(value), "r", run(record, block), model.random.random() < 0.5)
+            model.loads[load.load_id] = block, record, value
             orders.append(load)
         metadata = kit.metadata(
             saves=tuple(Save(int(value), run(record, block)) for block, record, value in saves),
@@ -160,14 +159,14 @@ def test_random_steps_copy_what_they_were_told_and_report_it_once(
         assert not invalid
         for load in orders:
             if not load.is_async:
-                block, record, value = model.loads[load.request_id]
+                block, record, value = model.loads[load.load_id]
                 assert kit.holds(block, value)
-        for request_id in report.loaded:
-            block, record, value = model.loads.pop(request_id)
+        for load_id in report.loaded:
+            block, record, value = model.loads.pop(load_id)
             assert kit.holds(block, value)
             model.blocks.append(block)
             model.records.append(record)
-        assert received <= report.loaded
+        assert received <= {"r"}
         for save_id in report.copied | report.failed:
             block, record, value = model.saves.pop(save_id)
             assert save_id in report.failed or kit.keeps(record, value)
@@ -182,19 +181,19 @@ def test_threads_do_the_same() -> None:
     kit = Kit(ThreadLanes())
     kit.keep(0, 3.0)
     kit.keep(1, 30.0)
-    loads = (Load("a", run(0, 5), is_async=False), Load("b", run(1, 6), is_async=True))
+    loads = (Load(2, "a", run(0, 5), is_async=False), Load(3, "b", run(1, 6), is_async=True))
     kit.fill(9, 70.0)
     *_, report = kit.step(loads=loads, saves=(Save(4, run(7, 9)),))
     assert kit.holds(5, 3.0)
     loaded, copied = set(report.loaded), set(report.copied)
     for _ in range(1000):
-        if loaded == {"a", "b"} and copied == {4}:
+        if loaded == {2, 3} and copied == {4}:
             break
         for lane in (kit.pipeline._bulk.lane, kit.pipeline._store.lane):
             lane.record().wait(20.0)
         *_, report = kit.step()
         loaded, copied = loaded | report.loaded, copied | report.copied
-    assert (loaded, copied) == ({"a", "b"}, {4})
+    assert (loaded, copied) == ({2, 3}, {4})
     assert kit.holds(6, 30.0)
     assert kit.keeps(7, 70.0)
     kit.worker.close()
@@ -227,11 +226,11 @@ def test_a_failed_load_within_the_step_is_invalid_in_that_step(
     fail_blocks(monkeypatch, layer, 5)
     kit = Kit(VirtualLanes(0))
     kit.keep(4, 8.0)
-    loads = (Load("a", run(0, 5, 3), is_async=False), Load("b", run(4, 9), is_async=False))
+    loads = (Load(4, "a", run(0, 5, 3), is_async=False), Load(5, "b", run(4, 9), is_async=False))
     _, received, invalid, report = kit.step(loads=loads)
     assert not received
     assert invalid == {5, 6, 7}
-    assert report.loaded == {"a", "b"}
+    assert report.loaded == {4, 5}
     assert kit.holds(9, 8.0)
     assert kit.step() == (set(), set(), set(), PipelineReport())
 
@@ -242,14 +241,14 @@ def test_a_failed_load_beside_the_steps_is_invalid_when_it_is_received(
 ) -> None:
     fail_blocks(monkeypatch, layer, 5)
     kit = Kit(VirtualLanes(0, "lazy", polls_per_work=2))
-    outcome = kit.step(loads=(Load("a", run(0, 5, 2), is_async=True),))
+    outcome = kit.step(loads=(Load(6, "a", run(0, 5, 2), is_async=True),))
     for _ in range(50):
         if outcome[1]:
             break
         assert not outcome[2]
         outcome = kit.step()
     assert outcome[1:3] == ({"a"}, {5, 6})
-    assert outcome[3].loaded == {"a"}
+    assert outcome[3].loaded == {6}
     assert kit.step()[1:3] == (set(), set())
 
 
@@ -264,12 +263,12 @@ def test_a_failed_save_is_reported_as_failed(monkeypatch: pytest.MonkeyPatch) ->
 def test_orders_that_do_not_fit_fail_by_themselves() -> None:
     kit = Kit(VirtualLanes(0, "eager"))
     wrong = run(NUM_RECORDS, 5)
-    loads = (Load("a", wrong, is_async=False), Load("b", wrong, is_async=True))
+    loads = (Load(7, "a", wrong, is_async=False), Load(8, "b", wrong, is_async=True))
     _, received, invalid, report = kit.step(loads=loads, saves=(Save(3, wrong),))
     assert received == {"b"}
     assert invalid == {5}
     assert report.failed == {3}
-    assert report.loaded == {"a", "b"}
+    assert report.loaded == {7, 8}
 
 
 def test_a_fence_for_a_save_that_nobody_knows_does_nothing() -> None:
@@ -289,14 +288,14 @@ def test_a_step_without_forward_begins_its_saves_with_its_reports() -> None:
 
 def test_an_idle_engine_polls_seldom_so_all_is_fed_at_once() -> None:
     kit = Kit(VirtualLanes(0, "lazy", polls_per_work=1_000_000))
-    whole = Load("a", run(0, 1, NUM_RECORDS), is_async=True)
+    whole = Load(9, "a", run(0, 1, NUM_RECORDS), is_async=True)
     kit.step(loads=(whole,))
     (bulk,) = kit.worker._bulk_loads
     assert bulk.transfer is not None
     assert 0 < bulk.transfer.num_fed < 10, "a window of it"
     kit.worker.start(kit.metadata())
     kit.reports()
-    assert not bulk.transfer.slices
+    assert bulk.transfer.next_slice is None
     assert bulk.transfer.last_gate is not None
     assert bulk.transfer.last_gate.wait()
     assert kit.step()[1] == {"a"}
@@ -313,7 +312,7 @@ def test_steps_that_load_nothing_are_samples_of_how_long_a_step_takes() -> None:
     ((num_tokens, num_context, seconds),) = report.steps
     assert (num_tokens, num_context) == (12, 300)
     assert seconds >= 0
-    loading = kit.metadata(loads=(Load("a", run(0, 5), is_async=False),), num_tokens=12)
+    loading = kit.metadata(loads=(Load(10, "a", run(0, 5), is_async=False),), num_tokens=12)
     kit.worker.start(loading)
     kit.worker.finish_forward()
     *_, report = kit.reports()
