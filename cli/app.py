@@ -19,6 +19,7 @@ from interlace.cli.chat import chat
 from interlace.cli.check import check
 from interlace.cli.info import info
 from interlace.cli.screen import harmless
+from interlace.cli.trace import timeline, trace
 from interlace.engine.errors import InterlaceError
 
 app = typer.Typer(
@@ -35,6 +36,8 @@ app = typer.Typer(
 app.command()(chat)
 app.command()(check)
 app.command()(info)
+app.command()(trace)
+bench.app.command()(timeline)
 app.add_typer(bench.app)
 
 

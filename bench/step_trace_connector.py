@@ -1,0 +1,125 @@
+"""PipelineConnector, and a tape on which it notes what its steps do. For CPUs: a GPU's work has no
+host time.
+
+Named by `kv_connector_module_path`; its configuration has a `StepTape` under "tape" beside
+PipelineConnector's own options.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+from interlace.bench.step_trace_tape import StepTape
+from interlace.connectors.pipeline.layer_pipeline import LaneCopies, LayerPipeline
+from interlace.connectors.pipeline.records import HostRecords
+from interlace.connectors.pipeline.worker_feeder import Copies
+from interlace.connectors.pipeline_connector import PipelineConnector
+from interlace.engine.config import EngineConfig
+from interlace.engine.errors import ConfigError
+from interlace.engine.kv_connector import KVCacheConfig, KVConnectorRole
+from interlace.layers.page_copies import Copied, PageCopies, Run, Runs
+
+if TYPE_CHECKING:
+    import torch
+
+    from interlace.layers.forward_context import ForwardContext
+
+
+class TapedPipelineConnector(PipelineConnector):
+    """See the module's docstring, and the base class for when each method is called."""
+
+    def __init__(
+        self,
+        vllm_config: EngineConfig,
+        role: KVConnectorRole,
+        kv_cache_config: KVCacheConfig | None = None,
+    ) -> None:
+        """Raises: `ConfigError` without a tape, and what the base class raises."""
+        given = vllm_config.kv_transfer_config
+        extra = {} if given is None else dict(given.kv_connector_extra_config)
+        tape = extra.pop("tape", None)
+        if given is None or not isinstance(tape, StepTape):
+            raise ConfigError(
+                "TapedPipelineConnector needs a StepTape as 'tape' in kv_connector_extra_config."
+            )
+        own = dataclasses.replace(given, kv_connector_extra_config=extra)
+        config = dataclasses.replace(vllm_config, kv_transfer_config=own)
+        super().__init__(config, role, kv_cache_config)
+        self._tape = tape
+        self._places: dict[str, int] = {}
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """As the base class, with a load lane whose copies are noted.
+
+        Raises: also `ConfigError` for pages on a GPU.
+        """
+        layers = list(kv_caches.values())
+        first = layers[0]
+        if first.device.type != "cpu":
+            raise ConfigError("TapedPipelineConnector is for CPUs: profile the device instead.")
+        page_bytes = first[0].numel() * first.itemsize
+        records = HostRecords.allocate(
+            self.options.host_bytes, (len(layers), page_bytes), first.device
+        )
+        load, bulk, store = (PageCopies(records.tensor, layers) for _ in LaneCopies._fields)
+        copies = LaneCopies(_TapedCopies(load, self._tape), bulk, store)
+        pipeline = LayerPipeline(self.lanes, copies, group_size=self.options.group_size)
+        self._places = {name: layer for layer, name in enumerate(kv_caches)}
+        self._worker.attach(records, pipeline, list(kv_caches))
+
+    def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
+        """Note the begin of a step that loads."""
+        if self.has_connector_metadata():
+            self._tape.begin()
+        super().start_load_kv(forward_context, **kwargs)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Note both sides of the gate."""
+        layer = self._places[layer_name]
+        self._tape.reach(layer)
+        super().wait_for_layer_load(layer_name)
+        self._tape.go_on(layer)
+
+    def wait_for_save(self) -> None:
+        """Note the end of the forward."""
+        self._tape.end_forward()
+        super().wait_for_save()
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        """Note the end of the step: it has sampled by now."""
+        self._tape.end()
+        return super().get_finished(finished_req_ids)
+
+
+class _TapedCopies:
+    """`Copies` that note each load of a layer. Lane's thread."""
+
+    def __init__(self, copies: Copies, tape: StepTape) -> None:
+        self._copies = copies
+        self._tape = tape
+
+    @property
+    def num_layers(self) -> int:
+        """See `Copies`."""
+        return self._copies.num_layers
+
+    @property
+    def page_bytes(self) -> int:
+        """See `Copies`."""
+        return self._copies.page_bytes
+
+    def prepare(self, runs: list[Run] | tuple[Run, ...]) -> Runs:
+        """See `Copies`."""
+        return self._copies.prepare(runs)
+
+    def load(self, layer: int, runs: Runs) -> Copied:
+        """See `Copies`; noted."""
+        begin = self._tape.now_ns()
+        copied = self._copies.load(layer, runs)
+        self._tape.add_load(layer, begin, copied.num_bytes)
+        return copied
+
+    def save(self, layer: int, runs: Runs) -> Copied:
+        """See `Copies`."""
+        return self._copies.save(layer, runs)

@@ -1,0 +1,146 @@
+"""From what a GPU did to what was seen of a step: which copies and kernels belong to which layer.
+
+A graph that is replayed tells no more than names, streams and times. So a layer is told by a kernel
+that each has once, right behind its gate, and copies by their order, as many for each layer. What
+does not come out even is an error. Pure; imports no torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from typing import Literal, NamedTuple, TypeAlias
+
+from interlace.bench.step_trace import Piece
+from interlace.bench.step_trace_build import LayerLoad, StepMarks
+from interlace.bench.step_trace_intervals import Interval
+from interlace.engine.errors import InterlaceError
+
+GATE_KERNEL = "rope_write_kernel"
+"""Once a layer: the first one behind the gate."""
+FEED_FORWARD_KERNEL = "silu_mul_kernel"
+"""Once a layer; one matrix product of the layer follows."""
+NORM_KERNEL = "rms_norm_kernel"
+"""The first one behind a layer's feed-forward belongs to what follows the layer."""
+
+Kind: TypeAlias = Literal["kernel", "to_device", "other"]
+
+
+class DeviceEvent(NamedTuple):
+    """One thing that a GPU did on one of its streams."""
+
+    kind: Kind
+    name: str
+    stream: int
+    begin_ns: int
+    end_ns: int
+    num_bytes: int | None = None
+    """Of a copy, if it is known."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LoadShape:
+    """What is known of the load beforehand."""
+
+    num_layers: int
+    page_bytes: int
+    """Of one block of one layer: no copy of KV is smaller."""
+    layer_bytes: int
+    """All that is loaded of one layer."""
+
+
+def marks_of(events: Iterable[DeviceEvent], shape: LoadShape) -> StepMarks:
+    """What was seen of the one step among the events that loads within itself.
+
+    Raises: `InterlaceError` if it cannot be told which of them belongs to which layer.
+    """
+    ordered = sorted(events, key=lambda event: (event.begin_ns, event.end_ns))
+    streams = {event.stream for event in ordered if event.name == GATE_KERNEL}
+    work = [event for event in ordered if event.stream in streams]
+    gates = [place for place, event in enumerate(work) if event.name == GATE_KERNEL]
+    if len(gates) != shape.num_layers:
+        raise InterlaceError(
+            f"{len(gates)} kernels {GATE_KERNEL} were seen for {shape.num_layers} layers, so they"
+            " cannot be shared out. Let the new tokens be computed in one step: fewer of them, or a"
+            " larger max_num_batched_tokens."
+        )
+    ends = list(itertools.accumulate((event.end_ns for event in work), max))
+    begin = work[0].begin_ns
+    reached = [ends[place - 1] if place else begin for place in gates]
+    passed = [work[place].begin_ns for place in gates]
+    return StepMarks(
+        loads=_layer_loads([event for event in ordered if event.stream not in streams], shape),
+        begin_ns=begin,
+        gates=tuple(Interval(r, max(r, p)) for r, p in zip(reached, passed, strict=True)),
+        forward_end_ns=ends[_first_of_head(work, gates[-1]) - 1],
+        end_ns=ends[-1],
+        pieces=tuple(_pieces(work)),
+    )
+
+
+def _first_of_head(work: Sequence[DeviceEvent], last_gate: int) -> int:
+    """Where what follows the last layer begins."""
+    names = [event.name for event in work]
+    try:
+        return names.index(NORM_KERNEL, names.index(FEED_FORWARD_KERNEL, last_gate))
+    except ValueError:
+        raise InterlaceError(
+            f"no {FEED_FORWARD_KERNEL} and {NORM_KERNEL} follow the last layer's gate, so its end"
+            " is not known: record a step that samples a token."
+        ) from None
+
+
+def _layer_loads(others: Sequence[DeviceEvent], shape: LoadShape) -> tuple[LayerLoad, ...]:
+    """By the order of the copies. `others`: events of all streams that compute nothing."""
+    lane = _load_lane(others, shape)
+    firsts = [place for place, event in enumerate(lane) if _is_copy_of_kv(event, shape)]
+    if not firsts or len(firsts) % shape.num_layers:
+        raise InterlaceError(
+            f"{len(firsts)} copies to the device were seen on the load lane, which do not share out"
+            f" among {shape.num_layers} layers. Is the prefix loaded layer by layer, in one step?"
+        )
+    per_layer = len(firsts) // shape.num_layers
+    sizes = [lane[place].num_bytes for place in firsts]
+    if sizes != sizes[:per_layer] * shape.num_layers:
+        raise InterlaceError(
+            f"the {len(firsts)} copies on the load lane do not repeat from layer to layer"
+            f" ({per_layer} for each of {shape.num_layers}), so there are others among them. Record"
+            " again, with nothing else running."
+        )
+    bounds = [*firsts[::per_layer], len(lane)]
+    return tuple(_layer_load(lane[begin:end], shape) for begin, end in itertools.pairwise(bounds))
+
+
+def _load_lane(others: Sequence[DeviceEvent], shape: LoadShape) -> list[DeviceEvent]:
+    """Events of the stream with the most copies of KV to the device."""
+    by_stream: dict[int, list[DeviceEvent]] = defaultdict(list)
+    for event in others:
+        by_stream[event.stream].append(event)
+
+    def loaded(stream: int) -> tuple[int, int]:
+        copies = [event for event in by_stream[stream] if _is_copy_of_kv(event, shape)]
+        return sum(event.num_bytes or 0 for event in copies), len(copies)
+
+    return by_stream[max(by_stream, key=loaded)] if by_stream else []
+
+
+def _is_copy_of_kv(event: DeviceEvent, shape: LoadShape) -> bool:
+    """Smaller copies bring block ids."""
+    is_large = event.num_bytes is None or event.num_bytes >= shape.page_bytes
+    return event.kind == "to_device" and is_large
+
+
+def _layer_load(events: Sequence[DeviceEvent], shape: LoadShape) -> LayerLoad:
+    """Its copies, and the kernels behind them that scatter what came through a slab."""
+    return LayerLoad(
+        events[0].begin_ns,
+        max(event.end_ns for event in events),
+        shape.layer_bytes,
+        tuple(_pieces(events)),
+    )
+
+
+def _pieces(events: Iterable[DeviceEvent]) -> Iterable[Piece]:
+    return (Piece(event.name, event.begin_ns, event.end_ns) for event in events)

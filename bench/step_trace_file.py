@@ -1,0 +1,86 @@
+"""A timeline as a file for Perfetto and chrome://tracing, and back. JSON; knows no engine.
+
+Each lane is a thread of one process. Its blocks are complete events, with gate waits and kernels
+nested in them. `otherData` says what was run. Only files that were written here are read back.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+from interlace.bench.step_trace import Span, StepTrace
+from interlace.bench.step_trace_intervals import Interval
+from interlace.bench.step_trace_parse import FORMAT, TIDS, from_json
+from interlace.engine.errors import ConfigError
+
+MAX_FILE_BYTES = 64 << 20
+_LONGEST_NAME = 120
+"""Of a kernel: those of libraries are longer, and say little more."""
+
+
+def to_json(trace: StepTrace) -> str:
+    """One event a line, with a final line break."""
+    other = {"format": FORMAT, **dataclasses.asdict(trace.facts)}
+    events = ",\n".join(json.dumps(event) for event in _events(trace))
+    return (
+        f'{{"displayTimeUnit": "ms",\n"otherData": {json.dumps(other)},\n'
+        f'"traceEvents": [\n{events}\n]}}\n'
+    )
+
+
+def _events(trace: StepTrace) -> Iterator[dict[str, object]]:
+    yield _meta("process_name", 0, {"name": f"step {trace.facts.step_id}"})
+    for lane, tid in TIDS.items():
+        yield _meta("thread_name", tid, {"name": lane})
+        yield _meta("thread_sort_index", tid, {"sort_index": tid})
+    of_step = {"request": trace.facts.request_id, "step": trace.facts.step_id}
+    for number, span in enumerate(trace.spans):
+        args: dict[str, object] = {"layer": span.layer, "part": span.part, **of_step}
+        if span.lane == "load":
+            args["bytes"] = span.num_bytes
+        name = span.part if span.layer is None else f"layer {span.layer}"
+        yield _complete(name, span.lane, span, Interval(span.begin_ns, span.end_ns), args)
+        if span.wait is not None:
+            yield _complete("gate", "wait", span, span.wait, {"of": number, "layer": span.layer})
+        for piece in span.pieces:
+            when = Interval(piece.begin_ns, piece.end_ns)
+            yield _complete(piece.name[:_LONGEST_NAME], "piece", span, when, {"of": number})
+
+
+def _meta(name: str, tid: int, args: dict[str, object]) -> dict[str, object]:
+    return {"ph": "M", "name": name, "pid": 1, "tid": tid, "args": args}
+
+
+def _complete(
+    name: str, category: str, span: Span, when: Interval, args: dict[str, object]
+) -> dict[str, object]:
+    """An event with a begin and a length, in microseconds as the format has it."""
+    return {
+        "ph": "X", "name": name, "cat": category, "pid": 1, "tid": TIDS[span.lane],
+        "ts": when.begin_ns / 1000, "dur": when.length_ns / 1000, "args": args,
+    }  # fmt: skip
+
+
+def read_file(path: Path) -> StepTrace:
+    """The timeline in a file. Raises: `ConfigError` if it cannot be read, is larger than 64 MiB, or
+    is not what `to_json` writes."""
+    try:
+        with path.open("rb") as file:
+            content = file.read(MAX_FILE_BYTES + 1)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror or error}.") from error
+    if len(content) > MAX_FILE_BYTES:
+        raise ConfigError(
+            f"{path} is larger than 64 MiB, which no timeline of one step is: name a file that"
+            " `interlace bench timeline --trace` wrote."
+        )
+    try:
+        return from_json(content.decode("utf-8"))
+    except (ConfigError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"{path} is no timeline of a step ({error}): name a file that `interlace bench timeline"
+            " --trace` wrote."
+        ) from error

@@ -1,0 +1,145 @@
+"""Draws a timeline with matplotlib: two lanes, a colour for each layer, waits hatched.
+
+About 900 pixels wide, on white, so that it can be read on light and on dark pages. Equal traces
+give equal files. matplotlib is optional: `pip install interlace[plot]`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import io
+from typing import Any, Literal
+
+from interlace.bench.step_trace import Span, StepTrace
+from interlace.bench.step_trace_figures import figures_of
+from interlace.bench.step_trace_intervals import merged
+from interlace.engine.errors import ConfigError
+
+Kind = Literal["png", "svg"]
+
+WIDTH_INCHES, HEIGHT_INCHES = 9.0, 2.6
+_AXES = (0.078, 0.215, 0.91, 0.535)
+"""Left, bottom, width, height, as parts of the figure."""
+_PNG_DPI = 200
+"""Twice 900 pixels, for sharp screens."""
+_LANES = {"load": 1.0, "compute": 0.0}
+"""Height of the middle of each lane."""
+_BAR = 0.76
+_INK, _FAINT, _PAPER, _ENDS = "#1f2933", "#7b8794", "#ffffff", "#cbd2d9"
+"""Text; waits; the ground; what is no layer."""
+_DIGIT_INCHES = 0.065
+"""About the width of a digit of a block's label."""
+_RESOLUTION = 2000
+"""Gaps shorter than this part of the width are not drawn."""
+_LEGEND = "numbers are layers; hatched: waiting at a gate; grey: before and after the layers"
+_SETTINGS = {"svg.hashsalt": "interlace", "hatch.linewidth": 0.7, "font.family": "DejaVu Sans"}
+"""Ids within an SVG file come from a salt, and not from chance; the font comes with matplotlib."""
+
+
+def draw_picture(trace: StepTrace, kind: Kind) -> bytes:
+    """The content of a picture file. Raises: `ConfigError` without matplotlib."""
+    matplotlib = _require("matplotlib")
+    backend = _require(f"matplotlib.backends.backend_{'agg' if kind == 'png' else 'svg'}")
+    content = io.BytesIO()
+    # The salt can be given nowhere else; the settings are as before when this ends.
+    with matplotlib.rc_context(_SETTINGS):
+        figure = _require("matplotlib.figure").Figure((WIDTH_INCHES, HEIGHT_INCHES))
+        figure.set_facecolor(_PAPER)
+        _draw(figure, matplotlib.colormaps["viridis"], trace)
+        if kind == "png":
+            backend.FigureCanvasAgg(figure)
+            figure.savefig(content, format="png", dpi=_PNG_DPI, metadata={"Software": None})
+        else:
+            backend.FigureCanvasSVG(figure)
+            metadata = {"Date": None, "Creator": "interlace trace"}
+            figure.savefig(content, format="svg", metadata=metadata)
+    return content.getvalue()
+
+
+def _require(module: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ConfigError(
+            f"a picture needs matplotlib, which cannot be imported ({error}): pip install"
+            " interlace[plot]"
+        ) from error
+
+
+def _draw(figure: Any, ramp: Any, trace: StepTrace) -> None:
+    axes = figure.add_axes(_AXES)
+    axes.set_facecolor(_PAPER)
+    axes.set_xlim(0, max(trace.end_ns, 1) / 1e6)
+    axes.set_ylim(-0.5, 1.5)
+    for span in trace.spans:
+        _draw_span(axes, span, _colour(span, ramp, len(trace.load)), trace.end_ns)
+    axes.set_yticks(list(_LANES.values()), list(_LANES))
+    axes.tick_params(colors=_INK, labelsize=9, length=3)
+    axes.tick_params(axis="y", length=0)
+    axes.set_xlabel("ms", color=_INK, fontsize=9, labelpad=2)
+    for name, spine in axes.spines.items():
+        spine.set_visible(name == "bottom")
+        spine.set_color(_INK)
+    for text, height, size in _titles(trace):
+        figure.text(_AXES[0], height, text, color=_INK, fontsize=size, verticalalignment="top")
+    right = _AXES[0] + _AXES[2]
+    figure.text(right, 0.03, _LEGEND, color=_INK, fontsize=7.5, horizontalalignment="right")
+
+
+def _titles(trace: StepTrace) -> list[tuple[str, float, float]]:
+    """(text, height in the figure, points)."""
+    facts, figures = trace.facts, figures_of(trace)
+    what = f"{facts.loaded_tokens:,} tokens loaded while {facts.new_tokens:,} new ones are computed"
+    load = f"load {figures.load_s * 1e3:.1f} ms at {figures.load_gb_per_s:.1f} GB/s"
+    hidden = f"{figures.hidden_share:.0%} of it beside computing"
+    where = f"{short_name(facts.model)}, {facts.dtype}, {facts.machine}"
+    return [
+        (f"{what}: {figures.total_s * 1e3:.1f} ms", 0.975, 11.0),
+        (f"{where}; {load}, {hidden}", 0.865, 7.5),
+    ]
+
+
+def short_name(model: str) -> str:
+    """A model without the folders of its path: they are nobody's business. A hub id is whole."""
+    return model if model.count("/") <= 1 else model.rsplit("/", 1)[1]
+
+
+def _colour(span: Span, ramp: Any, num_layers: int) -> Any:
+    """Along the ramp without its darkest and its palest end."""
+    if span.layer is None:
+        return _ENDS
+    return ramp(0.12 + 0.76 * span.layer / max(num_layers - 1, 1))
+
+
+def _draw_span(axes: Any, span: Span, colour: Any, total_ns: int) -> None:
+    middle = _LANES[span.lane]
+    place = (middle - _BAR / 2, _BAR)
+    if span.wait is not None:
+        wait = [(span.wait.begin_ns / 1e6, span.wait.length_ns / 1e6)]
+        axes.broken_barh(
+            wait, place, facecolor=_PAPER, edgecolor=_FAINT, hatch="/////", linewidth=0
+        )
+    busy = merged(span.busy, tolerance_ns=total_ns // _RESOLUTION)
+    if not busy:
+        return
+    bars = [(part.begin_ns / 1e6, part.length_ns / 1e6) for part in busy]
+    axes.broken_barh(bars, place, facecolor=colour, edgecolor=_PAPER, linewidth=0.5)
+    longest = max(busy, key=lambda part: part.length_ns)
+    room = longest.length_ns / total_ns * _AXES[2] * WIDTH_INCHES
+    if len(span.label) * _DIGIT_INCHES < room:
+        axes.text(
+            (longest.begin_ns + longest.end_ns) / 2e6,
+            middle,
+            span.label,
+            color=_INK if _is_pale(colour) else _PAPER,
+            fontsize=7,
+            horizontalalignment="center",
+            verticalalignment="center_baseline",
+        )
+
+
+def _is_pale(colour: Any) -> bool:
+    if isinstance(colour, str):
+        return True
+    red, green, blue = colour[:3]
+    return bool(0.3 * red + 0.59 * green + 0.11 * blue > 0.5)

@@ -1,0 +1,102 @@
+"""What a GPU does during one run, told by torch's profiler, inside replayed graphs too."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+from interlace.bench.step_trace_build import StepMarks
+from interlace.bench.step_trace_device import DeviceEvent, Kind, LoadShape, marks_of
+from interlace.engine.device_thread import DeviceThread, finish_despite_cancel
+from interlace.engine.errors import InterlaceError
+
+T = TypeVar("T")
+
+_CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset")
+"""What the profiler's file calls work of a GPU."""
+_TO_DEVICE = "Memcpy HtoD"
+"""How the names of such copies begin."""
+
+
+def cuda_profiler() -> Any:
+    """A profiler of the work of GPUs. Device thread."""
+    from torch.profiler import ProfilerActivity, profile
+
+    return profile(activities=[ProfilerActivity.CUDA])
+
+
+class ProfiledSteps:
+    """A `StepRecorder` for a GPU. The profiler is started, and stopped, on the device thread."""
+
+    def __init__(
+        self,
+        device: DeviceThread,
+        shape: LoadShape,
+        make_profiler: Callable[[], Any] = cuda_profiler,
+    ) -> None:
+        """`shape`: of what each run loads. `make_profiler` is for tests."""
+        self._device = device
+        self._shape = shape
+        self._make_profiler = make_profiler
+
+    async def record(self, run: Callable[[], Awaitable[T]]) -> tuple[T, StepMarks]:
+        """See `StepRecorder`. Raises: also `InterlaceError` if the profiler cannot be used."""
+        profiler = await finish_despite_cancel(self._device.submit(self._start))
+        try:
+            outcome = await run()
+        finally:
+            events = await finish_despite_cancel(self._device.submit(lambda: _stop(profiler)))
+        return outcome, marks_of(events, self._shape)
+
+    def _start(self) -> Any:
+        profiler = self._make_profiler()
+        try:
+            profiler.start()
+        except RuntimeError as error:
+            raise InterlaceError(
+                f"torch's profiler does not start ({error}): end other profilers of this machine."
+            ) from error
+        return profiler
+
+
+def _stop(profiler: Any) -> list[DeviceEvent]:
+    """End it, once the device is idle, and read what it saw, by way of a file: only that has the
+    streams and the bytes of copies."""
+    profiler.stop()
+    with tempfile.TemporaryDirectory(prefix="interlace-trace-") as folder:
+        path = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(path))
+        return list(read_events(path.read_text(encoding="utf-8", errors="replace")))
+
+
+def read_events(text: str) -> Iterator[DeviceEvent]:
+    """Work of GPUs in a file of torch's profiler. Raises: `InterlaceError` for another format."""
+    try:
+        for event in json.loads(text, strict=False)["traceEvents"]:
+            if event.get("ph") == "X" and event.get("cat") in _CATEGORIES:
+                yield _device_event(event)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise InterlaceError(
+            f"what torch's profiler wrote is not understood ({type(error).__name__}: {error}):"
+            " use a version of torch that Interlace is made for."
+        ) from error
+
+
+def _device_event(event: Any) -> DeviceEvent:
+    """Times there are microseconds, with three more digits."""
+    begin, args, name = event["ts"], event["args"], str(event["name"])
+    kind: Kind = "kernel" if event["cat"] == "kernel" else "other"
+    if name.startswith(_TO_DEVICE):
+        kind = "to_device"
+    size = args.get("bytes")
+    return DeviceEvent(
+        kind,
+        name,
+        int(args["stream"]),
+        round(begin * 1000),
+        round((begin + event["dur"]) * 1000),
+        int(size) if isinstance(size, int | float) else None,
+    )

@@ -1,0 +1,133 @@
+"""The engine that a timeline is recorded of, and what records it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+from interlace.bench.session import Prepared
+from interlace.bench.step_trace_build import StepMarks
+from interlace.bench.step_trace_device import LoadShape
+from interlace.bench.step_trace_profiler import ProfiledSteps
+from interlace.bench.step_trace_tape import StepTape, TapedSteps
+from interlace.engine.errors import ConfigError
+
+if TYPE_CHECKING:
+    from interlace.engine.config import EngineConfig, KVTransferConfig
+
+T = TypeVar("T")
+
+BLOCK_SIZE = 16
+RECORDS_FACTOR = 4
+"""Host memory, in prompts: what is computed behind the prefix must not push it out."""
+POOL_FACTOR = 4
+"""The pool, likewise: blocks of ended requests are runs of neighbours again."""
+
+
+class StepRecorder(Protocol):
+    """Sees what a step does."""
+
+    async def record(self, run: Callable[[], Awaitable[T]]) -> tuple[T, StepMarks]:
+        """Await `run()`; beside its outcome, what was seen of its one step that loads.
+
+        Loop thread. Raises: what `run` raises; `InterlaceError` if that cannot be told. Cancelling
+        cancels `run`, and returns when the recording has ended.
+        """
+        ...
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TimelinePlan:
+    """What to record."""
+
+    prefix_tokens: int
+    """A multiple of the block size, 16."""
+    new_tokens: int
+    repeats: int
+    """Recorded hits; one more before them warms up."""
+    group_size: int
+    """Layers that share a gate; at most as many as there are."""
+
+    def check(self) -> None:
+        """Raises: `ConfigError`."""
+        if self.prefix_tokens % BLOCK_SIZE:
+            raise ConfigError(
+                f"--prompt-tokens {self.prefix_tokens} is not whole blocks: take a multiple of"
+                f" {BLOCK_SIZE}."
+            )
+
+    def shape(self) -> dict[str, object]:
+        """For a report."""
+        return {
+            "prompt_tokens": self.prefix_tokens,
+            "new": self.new_tokens,
+            "repeats": self.repeats,
+            "group_size": self.group_size,
+        }
+
+
+def make_recorder(prepared: Prepared, plan: TimelinePlan, tape: StepTape | None) -> StepRecorder:
+    """For the engine of `engine_config`: by its tape, or, without one, by profiling the GPU."""
+    if tape is not None:
+        return TapedSteps(tape)
+    layer_token_bytes = _layer_token_bytes(prepared)
+    shape = LoadShape(
+        num_layers=prepared.loaded.architecture.num_layers,
+        page_bytes=BLOCK_SIZE * layer_token_bytes,
+        layer_bytes=plan.prefix_tokens * layer_token_bytes,
+    )
+    return ProfiledSteps(prepared.device, shape)
+
+
+def _layer_token_bytes(prepared: Prepared) -> int:
+    """KV of one token in one layer."""
+    a = prepared.loaded.architecture
+    return 2 * a.num_kv_heads * a.head_dim * prepared.loaded.decoder.dtype.itemsize
+
+
+def engine_config(prepared: Prepared, plan: TimelinePlan, tape: StepTape | None) -> EngineConfig:
+    """One that loads layer by layer, and whose connector writes on `tape`, if there is one.
+
+    Raises: `ConfigError`.
+    """
+    from interlace import EngineConfig
+
+    settings = prepared.settings
+    longest = plan.prefix_tokens + plan.new_tokens + 1
+    return EngineConfig(
+        model=settings.model,
+        device=settings.device,
+        dtype=settings.dtype,
+        skip_tokenizer_init=True,
+        max_model_len=settings.max_model_len,
+        max_num_batched_tokens=settings.max_num_batched_tokens,
+        cudagraph_mode=settings.cudagraph_mode,
+        block_size=BLOCK_SIZE,
+        num_gpu_blocks_override=1 + POOL_FACTOR * -(-longest // BLOCK_SIZE),
+        kv_transfer_config=_kv_transfer_config(prepared, plan, longest, tape),
+    )
+
+
+def _kv_transfer_config(
+    prepared: Prepared, plan: TimelinePlan, longest: int, tape: StepTape | None
+) -> KVTransferConfig:
+    from interlace import KVTransferConfig
+
+    layers = prepared.loaded.architecture.num_layers
+    token_bytes = layers * _layer_token_bytes(prepared)
+    extra: dict[str, Any] = {
+        "load_mode": "layerwise",
+        "host_bytes": RECORDS_FACTOR * longest * token_bytes,
+        "group_size": plan.group_size,
+    }
+    if tape is None:
+        return KVTransferConfig(
+            kv_connector="PipelineConnector", kv_role="kv_both", kv_connector_extra_config=extra
+        )
+    return KVTransferConfig(
+        kv_connector="TapedPipelineConnector",
+        kv_connector_module_path="interlace.bench.step_trace_connector",
+        kv_role="kv_both",
+        kv_connector_extra_config={**extra, "tape": tape},
+    )

@@ -1,0 +1,96 @@
+"""A timeline in words and in two rows of characters. Pure: from a trace to lines of ASCII."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from interlace.bench.step_trace import Span, StepTrace
+from interlace.bench.step_trace_figures import StepFigures, figures_of
+
+WIDTH = 80
+_NAME_WIDTH = 8
+_COLUMNS = WIDTH - _NAME_WIDTH
+_WAIT, _IDLE = ".", " "
+_FILLS = "=#"
+"""Of even and odd layers, so that neighbours can be told apart."""
+
+
+def summary(trace: StepTrace) -> list[str]:
+    """What was run, and its figures."""
+    facts = trace.facts
+    figures = figures_of(trace)
+    tokens = f"{facts.loaded_tokens:,} tokens loaded, {facts.new_tokens:,} computed"
+    step = f"step {facts.step_id}, request {facts.request_id}; times of the {facts.clock}"
+    return [
+        f"{facts.model}, {facts.dtype}, on {facts.machine}: {tokens}",
+        f"{step}; {_layers(facts.group_size)} to a gate",
+        *(f"{name:18}{text}" for name, text in _figures(figures)),
+    ]
+
+
+def _figures(figures: StepFigures) -> Iterator[tuple[str, str]]:
+    yield "total", f"{_ms(figures.total_s)} ms"
+    load = f"{figures.load_bytes / 1e6:,.1f} MB, {figures.load_gb_per_s:.1f} GB/s"
+    yield "load", f"{_ms(figures.load_s)} ms for {load}"
+    yield "compute", f"{_ms(figures.compute_s)} ms of work"
+    yield "both lanes busy", f"{_ms(figures.both_s)} ms, {figures.hidden_share:.1%} of the load"
+    waits = "       0 ms"
+    if figures.longest_wait is not None:
+        layer, seconds = figures.longest_wait
+        waits = (
+            f"{_ms(figures.wait_s)} ms at the gates of {_layers(figures.num_waits)},"
+            f" longest {seconds * 1e3:.3f} ms before layer {layer}"
+        )
+    yield "waits", waits
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:8.3f}"
+
+
+def _layers(count: int) -> str:
+    return "1 layer" if count == 1 else f"{count} layers"
+
+
+def chart(trace: StepTrace) -> list[str]:
+    """Both lanes as rows of blocks, with a scale below them; no line is wider than `WIDTH`."""
+    last = f"{trace.end_ns / 1e6:.3f} ms"
+    return [
+        f"{'load':{_NAME_WIDTH}}{_row(trace.load, trace.end_ns)}".rstrip(),
+        f"{'compute':{_NAME_WIDTH}}{_row(trace.compute, trace.end_ns)}".rstrip(),
+        f"{'':{_NAME_WIDTH}}0{last:>{_COLUMNS - 1}}",
+    ]
+
+
+def legend() -> str:
+    """What the characters of `chart` mean."""
+    return f"numbers are layers; {_WAIT} waits at a gate, - embed and head"
+
+
+def _row(spans: Sequence[Span], end_ns: int) -> str:
+    cells = [_IDLE] * _COLUMNS
+    for span in spans:
+        begin, end = _column(span.begin_ns, end_ns), _column(span.end_ns, end_ns)
+        if span.wait is not None:
+            waited = _column(span.wait.end_ns, end_ns)
+            cells[begin:waited] = _WAIT * (waited - begin)
+            begin = waited
+        cells[begin:end] = _block(span, end - begin)
+    return "".join(cells)
+
+
+def _column(time_ns: int, end_ns: int) -> int:
+    """The nearest bound between characters. Only integers, so that it is the same anywhere."""
+    return (2 * time_ns * _COLUMNS + end_ns) // (2 * end_ns) if end_ns else 0
+
+
+def _block(span: Span, width: int) -> str:
+    """The label, if a character is left to tell its end, and a fill."""
+    fill = "-" if span.layer is None else _FILLS[span.layer % 2]
+    label = span.label if len(span.label) < width else ""
+    return label + fill * (width - len(label))
+
+
+def lines(trace: StepTrace) -> list[str]:
+    """All of it."""
+    return [*summary(trace), "", *chart(trace), legend()]

@@ -1,0 +1,167 @@
+"""`interlace bench timeline` records one pipelined step, `interlace trace` shows what was recorded.
+
+Parses options only; `interlace.bench.step_trace*` records, reads and draws. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, TypeAlias
+
+import typer
+
+from interlace.cli.bench_options import (
+    MAX_TOKENS,
+    Device,
+    Dtype,
+    GraphModeName,
+    JsonTarget,
+    MaxBatchedTokens,
+    MaxModelLen,
+    Model,
+    PromptTokens,
+    Repeats,
+    engine_settings,
+)
+from interlace.cli.bench_output import StillProgress, check_json_target, show
+from interlace.cli.progress import progress_for
+from interlace.cli.running import run
+from interlace.cli.screen import harmless
+from interlace.engine.errors import ConfigError
+
+if TYPE_CHECKING:
+    from typing import TextIO
+
+    from interlace.bench.step_trace import StepTrace
+
+MAX_GROUP_SIZE = 1024
+
+NewTokens: TypeAlias = Annotated[
+    int,
+    typer.Option("--new", min=1, max=MAX_TOKENS, help="New tokens behind the prompt, in one step."),
+]
+GroupSize: TypeAlias = Annotated[
+    int,
+    typer.Option("--group-size", min=1, max=MAX_GROUP_SIZE, help="Layers that share a gate."),
+]
+TraceTarget: TypeAlias = Annotated[
+    str,
+    typer.Option("--trace", metavar="FILE", help="Write the timeline here, as Perfetto reads it."),
+]
+TraceSource: TypeAlias = Annotated[
+    Path, typer.Argument(metavar="FILE", help="What `interlace bench timeline --trace` wrote.")
+]
+PngTarget: TypeAlias = Annotated[
+    str | None, typer.Option("--png", metavar="OUT", help="Draw a picture, 1800 pixels wide.")
+]
+SvgTarget: TypeAlias = Annotated[
+    str | None,
+    typer.Option("--svg", metavar="OUT", help="Draw a picture; equal timelines give equal files."),
+]
+
+
+def timeline(
+    trace: TraceTarget,
+    model: Model = "smollm2-135m",
+    prompt_tokens: PromptTokens = 960,
+    new: NewTokens = 128,
+    repeats: Repeats = 5,
+    group_size: GroupSize = 2,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    max_model_len: MaxModelLen = None,
+    max_num_batched_tokens: MaxBatchedTokens = None,
+    cudagraph_mode: GraphModeName = None,
+    json: JsonTarget = None,
+) -> None:
+    """Record one step that loads a prompt's KV layer by layer while it computes.
+
+    Of --repeats hits the one that took the median time is written to --trace:
+    what the load lane and the compute lane did, layer by layer. On a GPU
+    device times, inside CUDA graphs too; recording slows a step down a little.
+    "both ms": in which both lanes worked; "hidden share": of the load lane's
+    work; "waits ms": in which computing stood at gates.
+    """
+    from interlace.bench.session import prepare
+    from interlace.bench.step_trace_file import to_json
+    from interlace.bench.step_trace_session import record_timeline
+    from interlace.bench.step_trace_setup import TimelinePlan
+    from interlace.engine.clock import MonotonicClock
+
+    check_json_target(json)
+    _check_target("--trace", trace)
+    plan = TimelinePlan(prompt_tokens, new, repeats, group_size)
+    plan.check()
+    settings = engine_settings(
+        model,
+        device=device,
+        dtype=dtype,
+        max_model_len=max_model_len,
+        max_num_batched_tokens=max_num_batched_tokens,
+        cudagraph_mode=cudagraph_mode,
+        max_inflight_steps=None,
+        request_tokens=prompt_tokens + new + 1,
+    )
+    settings = dataclasses.replace(settings, measure_limits=False)
+    progress = StillProgress(sys.stderr)
+    with contextlib.closing(prepare(settings, progress_for())) as prepared:
+        found = run(lambda: record_timeline(prepared, plan, MonotonicClock(), progress))
+    _write("--trace", trace, to_json(found.trace).encode())
+    show(found.report, json)
+    _tell(found.trace, sys.stderr if json == "-" else sys.stdout)
+
+
+def trace(file: TraceSource, png: PngTarget = None, svg: SvgTarget = None) -> None:
+    """Show the timeline of a step: its figures, both lanes as rows of blocks, a picture.
+
+    Pictures need matplotlib: pip install interlace[plot].
+    """
+    from interlace.bench.step_trace_file import read_file
+
+    for option, target in (("--png", png), ("--svg", svg)):
+        if target is not None:
+            _check_target(option, target)
+    found = read_file(file)
+    _tell(found, sys.stdout)
+    if png is not None:
+        _draw("--png", png, found)
+    if svg is not None:
+        _draw("--svg", svg, found)
+
+
+def _draw(option: str, target: str, found: StepTrace) -> None:
+    from interlace.bench.step_trace_picture import draw_picture
+
+    _write(option, target, draw_picture(found, "png" if option == "--png" else "svg"))
+
+
+def _tell(found: StepTrace, stream: TextIO) -> None:
+    """The names in it may come from anywhere."""
+    from interlace.bench.step_trace_text import lines
+
+    for line in lines(found):
+        typer.echo(harmless(line), file=stream)
+
+
+def _check_target(option: str, target: str) -> None:
+    """Refuse a file that cannot be written, before minutes are spent on its content.
+
+    Raises: `ConfigError`.
+    """
+    path = Path(target)
+    if path.is_dir() or not path.parent.is_dir():
+        raise ConfigError(
+            f"{option} {target} cannot be written: name a file in an existing folder."
+        )
+
+
+def _write(option: str, target: str, content: bytes) -> None:
+    try:
+        Path(target).write_bytes(content)
+    except OSError as error:
+        raise ConfigError(
+            f"{option} {target} cannot be written: {error.strerror or error}."
+        ) from error

@@ -1,0 +1,109 @@
+"""Which copies and kernels of a GPU belong to which layer."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from step_trace_kit import COMPUTE, LOAD, SHAPE, US, FakeDevice, a_step, facts
+
+from interlace.bench.step_trace_build import build_trace
+from interlace.bench.step_trace_device import (
+    FEED_FORWARD_KERNEL,
+    GATE_KERNEL,
+    NORM_KERNEL,
+    marks_of,
+)
+from interlace.bench.step_trace_intervals import Interval
+from interlace.engine.errors import InterlaceError
+from interlace.layers.kernels import pointwise, rope_write
+
+
+def test_the_kernels_are_called_so() -> None:
+    assert hasattr(rope_write, GATE_KERNEL)
+    assert hasattr(pointwise, FEED_FORWARD_KERNEL)
+    assert hasattr(pointwise, NORM_KERNEL)
+
+
+def test_copies_and_kernels_are_shared_out_among_layers() -> None:
+    device = a_step()
+    random.Random(1).shuffle(device.events)
+    marks = marks_of(device.events, SHAPE)
+    assert [(load.begin_ns, load.end_ns) for load in marks.loads] == [
+        ((985 + 100 * layer) * US, (1085 + 100 * layer) * US) for layer in range(4)
+    ]
+    assert [load.num_bytes for load in marks.loads] == [8000] * 4
+    assert [len(load.pieces) for load in marks.loads] == [2] * 4, "block ids are no KV"
+    assert marks.begin_ns == 990 * US
+    assert marks.gates[0] == Interval(1010 * US, 1086 * US)
+    assert marks.gates[1] == Interval((1086 + 51 + 6) * US, 1186 * US)
+    assert marks.forward_end_ns == (1386 + 50) * US, "the norm behind it is the head's"
+    assert marks.end_ns == (1386 + 51 + 34) * US, "the save behind it is another lane's"
+    trace = build_trace(marks, facts(1))
+    assert [span.wait is not None for span in trace.compute] == [False, *[True] * 4, False]
+    head = trace.compute[-1]
+    assert [piece.name for piece in head.pieces] == [
+        "rms_norm_kernel",
+        "nvjet_head",
+        "greedy_kernel",
+    ]
+
+
+def test_kernels_that_scatter_a_slab_belong_to_the_load() -> None:
+    device = a_step()
+    device.events = [event for event in device.events if event.num_bytes != 4000]
+    for layer in range(4):
+        device.copy(985 + 100 * layer, 90, 8000)
+        device.now = 1076 + 100 * layer
+        device.kernel("index_copy_kernel", 5, LOAD)
+    loads = marks_of(device.events, SHAPE).loads
+    assert [load.end_ns for load in loads] == [(1081 + 100 * layer) * US for layer in range(4)]
+    assert [len(load.pieces) for load in loads] == [2] * 4
+
+
+def test_copies_whose_size_is_not_known_are_counted() -> None:
+    device = a_step()
+    unsized = [e._replace(num_bytes=None) for e in device.events if e.num_bytes != 200]
+    assert marks_of(unsized, SHAPE).loads[3].begin_ns == 1285 * US
+
+
+@pytest.mark.parametrize("missing", [0, 3, 7])
+def test_a_copy_too_few_is_an_error(missing: int) -> None:
+    device = a_step()
+    copies = [event for event in device.events if event.num_bytes == 4000]
+    device.events.remove(copies[missing])
+    with pytest.raises(InterlaceError, match=r"7 copies .* do not share out among 4 layers"):
+        marks_of(device.events, SHAPE)
+
+
+def test_a_load_in_another_order_is_an_error() -> None:
+    device = a_step()
+    for begin in (1400, 1410, 1420, 1430):
+        device.copy(begin, 5, 2000)
+    with pytest.raises(InterlaceError, match="do not repeat from layer to layer"):
+        marks_of(device.events, SHAPE)
+
+
+def test_no_load_is_an_error() -> None:
+    device = a_step()
+    with pytest.raises(InterlaceError, match="0 copies to the device"):
+        marks_of([event for event in device.events if event.stream == COMPUTE], SHAPE)
+
+
+def test_several_steps_are_an_error() -> None:
+    device = a_step()
+    for _ in range(4):
+        device.attend()
+    with pytest.raises(InterlaceError, match="8 kernels rope_write_kernel were seen for 4 layers"):
+        marks_of(device.events, SHAPE)
+    with pytest.raises(InterlaceError, match="0 kernels"):
+        marks_of([], SHAPE)
+
+
+def test_a_step_without_a_head_is_an_error() -> None:
+    device = FakeDevice()
+    for layer in range(4):
+        device.copy(985 + 100 * layer, 50)
+        device.kernel(GATE_KERNEL, 5)
+    with pytest.raises(InterlaceError, match="record a step that samples"):
+        marks_of(device.events, SHAPE)

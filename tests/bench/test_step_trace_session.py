@@ -1,0 +1,115 @@
+"""A step of a real engine on a CPU, recorded."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from step_trace_kit import a_trace
+
+from interlace.bench.session import Prepared, prepare
+from interlace.bench.settings import Settings
+from interlace.bench.step_trace_figures import figures_of
+from interlace.bench.step_trace_file import to_json
+from interlace.bench.step_trace_parse import from_json
+from interlace.bench.step_trace_session import median_trace, record_timeline
+from interlace.bench.step_trace_setup import TimelinePlan
+from interlace.bench.step_trace_tape import StepTape
+from interlace.engine.clock import MonotonicClock
+from interlace.engine.errors import ConfigError, InterlaceError
+from interlace.layers.checkpoint.loading import Silent
+
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "num_hidden_layers": 3,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 500,
+    "max_position_embeddings": 512,
+}
+
+
+@pytest.fixture
+def prepared(tmp_path: Path) -> Iterator[Prepared]:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    settings = Settings(f"dummy:{tmp_path}/config.json", max_num_batched_tokens=128)
+    with contextlib.closing(prepare(settings, Silent())) as ready:
+        yield ready
+
+
+async def test_a_step_of_a_real_engine(prepared: Prepared) -> None:
+    plan = TimelinePlan(prefix_tokens=96, new_tokens=20, repeats=2, group_size=9)
+    async with asyncio.timeout(60):
+        report, trace = await record_timeline(prepared, plan, MonotonicClock(), Silent())
+    facts = trace.facts
+    assert (facts.loaded_tokens, facts.new_tokens, facts.clock) == (96, 20, "host")
+    assert facts.group_size == 3, "there are no more layers"
+    assert facts.step_id > 1
+    assert [span.label for span in trace.load] == ["0", "1", "2"]
+    assert [span.label for span in trace.compute] == ["embed", "0", "1", "2", "head"]
+    # K and V of 96 tokens, 2 heads of 16 numbers of 4 bytes
+    assert [span.num_bytes for span in trace.load] == [96 * 2 * 2 * 16 * 4] * 3
+    assert trace.compute[1].begin_ns <= trace.compute[1].end_ns
+    assert 0 < figures_of(trace).total_s < 60
+    assert from_json(to_json(trace)) == trace
+    (row,) = report.rows
+    assert row.case == "20 new"
+    assert len(row.figures["total ms"].samples) == 2
+    assert report.settings["group_size"] == 3
+
+
+async def test_new_tokens_that_take_several_steps(prepared: Prepared) -> None:
+    plan = TimelinePlan(prefix_tokens=96, new_tokens=200, repeats=1, group_size=1)
+    with pytest.raises(ConfigError, match="computed 128 of 200 new tokens"):
+        await record_timeline(prepared, plan, MonotonicClock(), Silent())
+
+
+async def test_a_prefix_that_is_not_whole_blocks(prepared: Prepared) -> None:
+    plan = TimelinePlan(prefix_tokens=100, new_tokens=20, repeats=1, group_size=1)
+    with pytest.raises(ConfigError, match="take a multiple of 16"):
+        await record_timeline(prepared, plan, MonotonicClock(), Silent())
+
+
+def test_the_median() -> None:
+    traces = [a_trace(2, load_us=us) for us in (500, 100, 300, 200)]
+    assert median_trace(traces) is traces[3]
+    assert median_trace(traces[:3]) is traces[2]
+
+
+class Ticks:
+    """A clock that goes on by a microsecond whenever it is read."""
+
+    def __init__(self) -> None:
+        self.now = 0
+
+    def monotonic(self) -> float:
+        self.now += 1
+        return self.now / 1e6
+
+
+def test_a_tape_of_half_a_step_is_refused() -> None:
+    tape = StepTape(Ticks())
+    tape.end_forward()  # of a step that loads nothing
+    tape.end()
+    with pytest.raises(InterlaceError, match="0 layers loaded, 0 computed"):
+        tape.marks()
+    tape.begin()
+    tape.reach(0)
+    tape.go_on(0)
+    tape.end_forward()
+    tape.end()
+    with pytest.raises(InterlaceError, match="0 layers loaded, 1 computed"):
+        tape.marks()
+    tape.add_load(0, tape.now_ns(), 10)
+    tape.add_load(0, tape.now_ns(), 20)
+    (load,) = tape.marks().loads
+    assert load.num_bytes == 30
+    tape.clear()
+    with pytest.raises(InterlaceError):
+        tape.marks()
