@@ -76,10 +76,13 @@ class Memcpy2D(Protocol):
 class Runs:
     """Runs that fit the records and the pages, for use with any layer: see `PageCopies.prepare`."""
 
-    def __init__(self, runs: Sequence[Run], num_blocks: int, num_record_runs: int) -> None:
+    def __init__(self, runs: Sequence[Run], num_blocks: int, way: CopyWay) -> None:
         self.runs = runs
         self.num_blocks = num_blocks
-        self.num_record_runs = num_record_runs
+        self.way = way
+        """How each layer is copied."""
+        self.copied: Copied | None = None
+        """What a copy of one layer comes to, since the first one."""
         self.slab_parts: list[_SlabPart] | None = None
         """Made when a slab is first used."""
 
@@ -91,6 +94,8 @@ class _SlabPart(NamedTuple):
     """(first record, first row of the slab, number of rows)."""
     block_ids: torch.Tensor
     """int64, of each row, on the device."""
+    slab: torch.Tensor
+    """Those rows, as wide numbers."""
 
 
 class _Rows(NamedTuple):
@@ -143,7 +148,7 @@ class PageCopies:
             num_rows = max(1, min(slab_bytes // self._page_bytes, self._num_blocks))
             self._slab = torch.empty((num_rows, self._page_bytes), dtype=torch.uint8, device=device)
             self._slab_rows = _Rows.of(self._slab)
-            self._wide = [_widest(rows) for rows in self._rows]
+            self._wide = _widest(self._rows)
 
     @property
     def num_layers(self) -> int:
@@ -170,7 +175,13 @@ class PageCopies:
             num_blocks += count
             num_record_runs += record != end
             end = record + count
-        return Runs(runs, num_blocks, num_record_runs)
+        return Runs(runs, num_blocks, self._way_of(len(runs), num_record_runs))
+
+    def _way_of(self, num_runs: int, num_record_runs: int) -> CopyWay:
+        if not self._is_host and self._memcpy is None:
+            return CopyWay.PLAIN
+        is_slab = num_runs > _MOST_STRIDED_RUNS and 2 * num_record_runs <= num_runs
+        return CopyWay.SLAB if is_slab and not self._is_host else CopyWay.STRIDED
 
     def load(self, layer: int, runs: Runs) -> Copied:
         """From records into the pages of `layer`. Raises: `ConnectorError` if CUDA refuses."""
@@ -181,18 +192,21 @@ class PageCopies:
         return self._copy(layer, runs, to_pages=False)
 
     def _copy(self, layer: int, runs: Runs, *, to_pages: bool) -> Copied:
-        num_bytes = runs.num_blocks * self._page_bytes
         if self._is_host:
             self._copy_on_host(layer, runs, to_pages=to_pages)
-            return Copied(CopyWay.STRIDED, len(runs.runs), num_bytes)
-        if self._memcpy is None:
+        elif self._memcpy is None:
             self._copy_plainly(layer, runs, to_pages=to_pages)
-            return Copied(CopyWay.PLAIN, len(runs.runs), num_bytes)
-        if len(runs.runs) > _MOST_STRIDED_RUNS and 2 * runs.num_record_runs <= len(runs.runs):
-            num_copies = self._copy_by_slab(self._memcpy, layer, runs, to_pages=to_pages)
-            return Copied(CopyWay.SLAB, num_copies, num_bytes)
-        self._queue(self._memcpy, layer, self._layer_rows[layer], runs.runs, to_pages=to_pages)
-        return Copied(CopyWay.STRIDED, len(runs.runs), num_bytes)
+        elif runs.way is CopyWay.SLAB:
+            self._copy_by_slab(self._memcpy, layer, runs, to_pages=to_pages)
+        else:
+            self._queue(self._memcpy, layer, self._layer_rows[layer], runs.runs, to_pages=to_pages)
+        return runs.copied or self._note_copied(runs)
+
+    def _note_copied(self, runs: Runs) -> Copied:
+        parts = runs.slab_parts
+        num_copies = len(runs.runs) if parts is None else sum(len(part.records) for part in parts)
+        runs.copied = Copied(runs.way, num_copies, runs.num_blocks * self._page_bytes)
+        return runs.copied
 
     def _copy_on_host(self, layer: int, runs: Runs, *, to_pages: bool) -> None:
         records, pages = self._host_records, self._host_rows[layer]
@@ -232,29 +246,27 @@ class PageCopies:
             else:
                 memcpy.copy(host, pitch, device, row_pitch, width, count, stream, to_device=False)
 
-    def _copy_by_slab(self, memcpy: Memcpy2D, layer: int, runs: Runs, *, to_pages: bool) -> int:
-        """The number of copies."""
-        if runs.slab_parts is None:
-            runs.slab_parts = self._slab_parts(runs.runs)
+    def _copy_by_slab(self, memcpy: Memcpy2D, layer: int, runs: Runs, *, to_pages: bool) -> None:
         rows = self._wide[layer]
+        if runs.slab_parts is None:
+            runs.slab_parts = self._slab_parts(runs.runs, rows.dtype)
         with torch.inference_mode():
             for part in runs.slab_parts:
-                slab = self._slab[: len(part.block_ids)].view(rows.dtype)
                 if to_pages:
                     self._queue(memcpy, layer, self._slab_rows, part.records, to_pages=True)
-                    rows.index_copy_(0, part.block_ids, slab)
+                    rows.index_copy_(0, part.block_ids, part.slab)
                 else:
-                    torch.index_select(rows, 0, part.block_ids, out=slab)
+                    torch.index_select(rows, 0, part.block_ids, out=part.slab)
                     self._queue(memcpy, layer, self._slab_rows, part.records, to_pages=False)
-        return sum(len(part.records) for part in runs.slab_parts)
 
-    def _slab_parts(self, runs: Sequence[Run]) -> list[_SlabPart]:
+    def _slab_parts(self, runs: Sequence[Run], dtype: torch.dtype) -> list[_SlabPart]:
         """Runs in pieces that fit into the slab; block ids are uploaded on the current stream."""
         parts: list[_SlabPart] = []
         for piece in cut_runs(runs, len(self._slab)):
             ids = np.concatenate([np.arange(block, block + n) for _, block, n in piece])
             uploaded = to_device(ids, torch.int64, self._slab.device)
-            parts.append(_SlabPart(_merged_records(piece), uploaded))
+            slab = self._slab[: len(ids)].view(dtype)
+            parts.append(_SlabPart(_merged_records(piece), uploaded, slab))
         return parts
 
 
@@ -368,10 +380,11 @@ def _check_records(records: torch.Tensor, rows: Sequence[torch.Tensor]) -> None:
         raise ConnectorError(f"records lie on {records.device}: allocate them in host memory.")
 
 
-def _widest(rows: torch.Tensor) -> torch.Tensor:
-    """As numbers of eight bytes, which the device moves as fast as one; as they are where they do
-    not lie so."""
-    offset, pitch, width = rows.storage_offset(), rows.stride(0), rows.shape[1]
-    if any(number % 8 for number in (offset, pitch, width, rows.data_ptr())):
-        return rows
-    return rows.view(torch.int64)
+def _widest(layers: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """As numbers of eight bytes, which the device moves as fast as one; as they are where one of
+    them does not lie so."""
+    for rows in layers:
+        offset, pitch, width = rows.storage_offset(), rows.stride(0), rows.shape[1]
+        if any(number % 8 for number in (offset, pitch, width, rows.data_ptr())):
+            return list(layers)
+    return [rows.view(torch.int64) for rows in layers]

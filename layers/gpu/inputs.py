@@ -18,6 +18,7 @@ from torch import Tensor
 from interlace.layers.attention import SequenceChunk, slots_of
 
 IntArray = NDArray[np.int64]
+Bytes = NDArray[np.uint8]
 NO_SLOT = -1
 """The slot of a padding token: written nowhere."""
 
@@ -105,6 +106,15 @@ class Additions:
             buffer[8 * count : 12 * count].view(torch.int32),
         )
 
+    @staticmethod
+    def fill(buffer: Bytes, count: int, places: IntArray, block_ids: IntArray) -> None:
+        """Write them to the host's buffer; up to `count` the last one is repeated."""
+        for numbers, given in (
+            (buffer[: 8 * count].view(np.int64), places),
+            (buffer[8 * count : 12 * count].view(np.int32), block_ids),
+        ):
+            numbers[: len(given)], numbers[len(given) :] = given, given[-1]
+
 
 class HostInputs(NamedTuple):
     """The numbers of `StepInputs` in host memory."""
@@ -119,10 +129,17 @@ class HostInputs(NamedTuple):
     query_start_loc: NDArray[np.int32]
 
     @classmethod
-    def on(cls, buffer: Tensor, size: StepSize) -> HostInputs:
+    def on(cls, buffer: Bytes, size: StepSize) -> HostInputs:
         """Views on `buffer`, as of `StepInputs.on`."""
-        views = StepInputs.on(buffer, size)
-        return cls(*(getattr(views, name).numpy() for name in cls._fields))
+        tokens, requests = size
+        ends = np.cumsum([tokens, tokens, tokens, tokens, requests, requests])
+        wide = buffer[: 8 * int(ends[-1])].view(np.int64)
+        narrow = buffer[wide.nbytes : StepInputs.num_bytes(size)].view(np.int32)
+        token_ids, sources, positions, slots, last_tokens, rows = np.split(wide, ends[:-1])
+        seq_lens, query_start_loc = np.split(narrow, [requests])
+        return cls(
+            token_ids, sources, positions, slots, last_tokens, rows, seq_lens, query_start_loc
+        )
 
 
 def fill(inputs: HostInputs, items: Sequence[BatchItem], block_size: int, nobody: int) -> None:
@@ -201,14 +218,21 @@ class InputBuffer:
             torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=self.is_on_gpu)
             for _ in range(num_buffers)
         ]
+        self._host_bytes: list[Bytes] = [host.numpy() for host in self._hosts]
         self._were_read: list[torch.cuda.Event | None] = [None] * num_buffers
         self._turn = 0
         # The same few sizes come again and again, and views take long to make.
         self.views = functools.lru_cache(64)(functools.partial(StepInputs.on, self._device))
         """Where a step of a size finds its inputs."""
         self._host_views = [
-            functools.lru_cache(64)(functools.partial(HostInputs.on, host)) for host in self._hosts
+            functools.lru_cache(64)(functools.partial(HostInputs.on, host))
+            for host in self._host_bytes
         ]
+        self._first = [
+            functools.lru_cache(64)(functools.partial(_first, buffer))
+            for buffer in (*self._hosts, self._device)
+        ]
+        self._added = functools.lru_cache(64)(functools.partial(_added, self._device))
 
     def upload(
         self,
@@ -223,25 +247,27 @@ class InputBuffer:
         `additions`: places in the block tables, and block ids, at most `most_additions`.
         """
         places, block_ids = additions
+        count = self._padded(len(places))
         begin = _aligned(StepInputs.num_bytes(size))
-        end = begin + Additions.num_bytes(len(places))
-        host = self._next_host()
-        fill(self._host_views[self._turn](size), items, block_size, nobody)
-        if len(places):
-            wanted = Additions.on(host[begin:], len(places))
-            wanted.places.numpy()[:] = places
-            wanted.block_ids.numpy()[:] = block_ids
-        self._device[:end].copy_(host[:end], non_blocking=True)
+        end = begin + Additions.num_bytes(count)
+        turn = self._next_turn()
+        fill(self._host_views[turn](size), items, block_size, nobody)
+        if count:
+            Additions.fill(self._host_bytes[turn][begin:], count, places, block_ids)
+        self._first[-1](end).copy_(self._first[turn](end), non_blocking=True)
         self._note_read()
-        added = Additions.on(self._device[begin:], len(places)) if len(places) else None
-        return self.views(size), added
+        return self.views(size), self._added(begin, count) if count else None
 
-    def _next_host(self) -> Tensor:
+    def _padded(self, count: int) -> int:
+        """So many additions are uploaded: few different numbers, so that views are made seldom."""
+        return min(1 << (count - 1).bit_length(), self.most_additions) if count else 0
+
+    def _next_turn(self) -> int:
         self._turn = (self._turn + 1) % len(self._hosts)
         was_read = self._were_read[self._turn]
         if was_read is not None:
             was_read.synchronize()
-        return self._hosts[self._turn]
+        return self._turn
 
     def _note_read(self) -> None:
         if self.is_on_gpu:
@@ -261,6 +287,14 @@ class InputBuffer:
         inputs.query_start_loc.fill_(size.num_tokens)
         inputs.query_start_loc[0] = 0
         return inputs
+
+
+def _first(buffer: Tensor, num_bytes: int) -> Tensor:
+    return buffer[:num_bytes]
+
+
+def _added(buffer: Tensor, begin: int, count: int) -> Additions:
+    return Additions.on(buffer[begin:], count)
 
 
 def _aligned(num_bytes: int) -> int:

@@ -27,6 +27,7 @@ class BlockTables:
         self.nobody = num_rows
         """The row of padding."""
         self.tables = torch.zeros((num_rows + 1, num_columns), dtype=torch.int32, device=device)
+        self._flat = self.tables.view(-1)
         self.newest = torch.zeros(num_rows + 1, dtype=torch.int64, device=device)
         """int64 [rows]: the token that was sampled last."""
         self._free = list(range(num_rows - 1, -1, -1))
@@ -76,8 +77,9 @@ class BlockTables:
         return NOTHING, NOTHING
 
     def add(self, places: Tensor, block_ids: Tensor) -> None:
-        """Queue: put these block ids, on the device, there."""
-        self.tables.view(-1).index_copy_(0, places, block_ids.to(torch.int32))
+        """Queue: put these block ids, on the device, there. A place that comes twice gets the same
+        id twice."""
+        self._flat.index_copy_(0, places, block_ids.to(torch.int32))
 
     def note_sampled(self, rows: Sequence[int], token_ids: Tensor) -> None:
         """Queue: `token_ids` [N], on the device, are the newest tokens of `rows`."""
