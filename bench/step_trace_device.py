@@ -68,12 +68,13 @@ def marks_of(events: Iterable[DeviceEvent], shape: LoadShape) -> StepMarks:
         )
     ends = list(itertools.accumulate((event.end_ns for event in work), max))
     begin = work[0].begin_ns
-    reached = [ends[place - 1] if place else begin for place in gates]
     passed = [work[place].begin_ns for place in gates]
+    # A kernel may begin a moment before the one before it has ended.
+    reached = [min(work[p].begin_ns, ends[p - 1]) if p else begin for p in gates]
     return StepMarks(
         loads=_layer_loads([event for event in ordered if event.stream not in streams], shape),
         begin_ns=begin,
-        gates=tuple(Interval(r, max(r, p)) for r, p in zip(reached, passed, strict=True)),
+        gates=tuple(itertools.starmap(Interval, zip(reached, passed, strict=True))),
         forward_end_ns=ends[_first_of_head(work, gates[-1]) - 1],
         end_ns=ends[-1],
         pieces=tuple(_pieces(work)),

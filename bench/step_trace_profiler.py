@@ -98,5 +98,5 @@ def _device_event(event: Any) -> DeviceEvent:
         int(args["stream"]),
         round(begin * 1000),
         round((begin + event["dur"]) * 1000),
-        int(size) if isinstance(size, int | float) else None,
+        int(size) if isinstance(size, int | float) and size > 0 else None,
     )

@@ -61,6 +61,17 @@ def test_kernels_that_scatter_a_slab_belong_to_the_load() -> None:
     assert [len(load.pieces) for load in loads] == [2] * 4
 
 
+def test_a_kernel_that_begins_before_the_last_one_ended() -> None:
+    device = a_step()
+    place = [event.name for event in device.events].index(GATE_KERNEL)
+    early = device.events[place]._replace(begin_ns=1009 * US)  # the projection ends at 1010
+    device.events[place] = early
+    trace = build_trace(marks_of(device.events, SHAPE), facts(1))
+    assert trace.compute[1].pieces[0].name == GATE_KERNEL
+    assert trace.compute[1].wait is None
+    assert trace.compute[0].end_ns == trace.compute[0].pieces[-1].end_ns
+
+
 def test_copies_whose_size_is_not_known_are_counted() -> None:
     device = a_step()
     unsized = [e._replace(num_bytes=None) for e in device.events if e.num_bytes != 200]
