@@ -8,7 +8,7 @@ from typing import Any
 import gated_connectors
 import pytest
 import torch
-from gated_connectors import BROKEN, STARTED, Gated, NotAllArmed
+from gated_connectors import BROKEN, STARTED, AsksFirst, Gated, NotAllArmed
 from tiny_model import plain_answer, tiny_model
 
 from interlace import AsyncEngine, EngineConfig, KVTransferConfig, SamplingParams
@@ -91,6 +91,15 @@ async def test_answers_are_right_in_every_mode(
     assert len(side.modes) >= (1 if together else 4), "steps have loaded"
     if mode in ("FULL", "FULL_AND_PIECEWISE"):
         assert set(side.modes) == {GraphMode.FULL}
+
+
+@pytest.mark.parametrize("mode", ["NONE", "FULL_AND_PIECEWISE"])
+async def test_who_asks_for_the_attention_metadata_before_it_loads_gets_it(
+    mode: str, model: LoadedModel, answers: list[list[int]]
+) -> None:
+    found, side = await loaded_answers(AsksFirst, mode, 2, model, together=True)
+    assert found == answers
+    assert side.modes
 
 
 async def test_a_step_whose_gates_are_not_all_armed_runs_with_its_hooks(

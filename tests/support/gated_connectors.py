@@ -101,6 +101,21 @@ STARTED: list[Gated] = []
 """Worker sides that were made, the newest last; a test empties it."""
 
 
+class AsksFirst(Gated):
+    """Reads the step's attention metadata before it loads, so that the step is prepared then."""
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        by_layer = forward_context.attn_metadata
+        if by_layer is not None:
+            metadata = next(iter(by_layer.values()))
+            slots = metadata.slot_mapping.tolist()
+            assert len(slots) == metadata.num_actual_tokens
+            assert len(set(slots)) == len(slots)
+            assert min(slots) >= 0
+            assert metadata.seq_lens.tolist()[0] > 0
+        super().start_load_kv(forward_context, **kwargs)
+
+
 class NotAllArmed(Gated):
     """Leaves one gate out, and says so: such steps run with their layer hooks."""
 
