@@ -24,6 +24,8 @@ FEED_FORWARD_KERNEL = "silu_mul_kernel"
 """Once a layer; one matrix product of the layer follows."""
 NORM_KERNEL = "rms_norm_kernel"
 """The first one behind a layer's feed-forward belongs to what follows the layer."""
+_OF_LAYERS = (GATE_KERNEL, FEED_FORWARD_KERNEL, NORM_KERNEL)
+"""Streams with these compute; a graph's parts may be told as on several."""
 
 Kind: TypeAlias = Literal["kernel", "to_device", "other"]
 
@@ -57,7 +59,7 @@ def marks_of(events: Iterable[DeviceEvent], shape: LoadShape) -> StepMarks:
     Raises: `InterlaceError` if it cannot be told which of them belongs to which layer.
     """
     ordered = sorted(events, key=lambda event: (event.begin_ns, event.end_ns))
-    streams = {event.stream for event in ordered if event.name == GATE_KERNEL}
+    streams = {event.stream for event in ordered if event.name in _OF_LAYERS}
     work = [event for event in ordered if event.stream in streams]
     gates = [place for place, event in enumerate(work) if event.name == GATE_KERNEL]
     if len(gates) != shape.num_layers:

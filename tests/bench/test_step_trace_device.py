@@ -61,6 +61,17 @@ def test_kernels_that_scatter_a_slab_belong_to_the_load() -> None:
     assert [len(load.pieces) for load in loads] == [2] * 4
 
 
+def test_parts_of_a_graph_may_be_on_several_streams() -> None:
+    whole = marks_of(a_step().events, SHAPE)
+    moved = [
+        event._replace(stream=9)
+        if event.stream == COMPUTE and event.begin_ns > 1180 * US
+        else event
+        for event in a_step().events
+    ]
+    assert marks_of(moved, SHAPE) == whole
+
+
 def test_a_kernel_that_begins_before_the_last_one_ended() -> None:
     device = a_step()
     place = [event.name for event in device.events].index(GATE_KERNEL)
