@@ -11,6 +11,7 @@ from interlace.engine.kv_connector import KVConnectorRole
 SCHEDULER_HOOKS = frozenset(
     (
         "get_num_new_matched_tokens",
+        "get_compute_end",
         "update_state_after_alloc",
         "build_connector_meta",
         "update_connector_output",
@@ -46,6 +47,7 @@ WORKER_HOOKS = frozenset(
 BOTH_HOOKS = frozenset(("get_kv_connector_stats", "shutdown"))
 _ROUTINE = frozenset(
     (
+        "get_compute_end",
         "handle_preemptions",
         "bind_connector_metadata",
         "has_connector_metadata",
@@ -120,6 +122,8 @@ def _describe_args(call: HookCall) -> str:
     match call.hook:
         case "get_num_new_matched_tokens":
             return f"{_request(call.args[0])}, computed={call.args[1]}"
+        case "get_compute_end":
+            return _request(call.args[0])
         case "update_state_after_alloc":
             request, blocks, num_tokens = call.args
             return f"{_request(request)}, blocks={blocks.get_block_ids()[0]}, external={num_tokens}"

@@ -20,7 +20,8 @@ class LoadJudge(Detector):
     """Within a step when `wait_for_layer_load` returns, or when `start_load_kv` does if the step is
     one CUDA graph; else when the load is reported as received.
 
-    Verdicts fall when the worker has said which blocks are lost.
+    Verdicts fall when the worker has said which blocks are lost; of a load from the back, when the
+    engine has heard, after that, where the load began.
     """
 
     hooks = frozenset(
@@ -29,6 +30,7 @@ class LoadJudge(Detector):
             "wait_for_layer_load",
             "get_finished",
             "get_block_ids_with_load_errors",
+            "get_compute_end",
         )
     )
 
@@ -49,6 +51,8 @@ class LoadJudge(Detector):
         """(load, rank, block id) -> what was wrong with it first."""
         self._received: dict[int, list[Load]] = {}
         """Rank -> loads that the last `get_finished` reported."""
+        self._undecided: dict[str, tuple[HookCall, Load]] = {}
+        """Request id -> its load from the back that was received, and the call that said so."""
         self.lost_hashes: set[bytes] = set()
         """Of blocks that were damaged in the connector's store."""
 
@@ -65,6 +69,8 @@ class LoadJudge(Detector):
                 self._end_of_async(call)
             case "get_block_ids_with_load_errors" if call.error is None:
                 self._verdict(call)
+            case "get_compute_end" if call.error is None:
+                self._late_verdict(call.args[0].request_id, call.answer)
 
     def _end_of_wait(self, rank: int, layer: str) -> None:
         for load in self._ledger.running_step_loads(rank):
@@ -105,21 +111,41 @@ class LoadJudge(Detector):
         """Of the loads that end with this step on that worker."""
         received = self._received.pop(call.rank, [])
         for load in (*self._ledger.running_step_loads(call.rank), *received):
+            if load.is_from_the_back:
+                self._undecided[load.request.request_id] = (call, load)
+                self._ledger.end(load, call.rank, is_complete=False)
+                continue
             if not load.request.is_finished:
                 self._judge(call, load)
             is_complete = not load.invalid and not self._has_suspects(load)
             self._ledger.end(load, call.rank, is_complete=is_complete)
-            for block_id in load.block_ids:
-                self._suspects.pop((load, call.rank, block_id), None)
+            self._forget_suspects(load, call.rank)
             if is_complete and not load.open_ranks:
                 self._pages.nudge(load.block_ids)
+
+    def _late_verdict(self, request_id: str, compute_end: int | None) -> None:
+        call, load = self._undecided.pop(request_id, (None, None))
+        if call is None or load is None:
+            return
+        if compute_end is not None and not load.request.is_finished:
+            self._watch.evidence["loads from the back"] += 1
+            self._judge(call, load, compute_end)
+        self._forget_suspects(load, call.rank)
+
+    def _forget_suspects(self, load: Load, rank: int) -> None:
+        for block_id in load.block_ids:
+            self._suspects.pop((load, rank, block_id), None)
 
     def _has_suspects(self, load: Load) -> bool:
         return any(suspected is load for suspected, _, _ in self._suspects)
 
-    def _judge(self, call: HookCall, load: Load) -> None:
+    def _judge(self, call: HookCall, load: Load, first: int = 0) -> None:
+        """`first`: tokens before it are not the load's."""
         self._check_waits(load, call.rank)
-        for block_id, block_hash in zip(load.block_ids, load.hashes, strict=True):
+        parts = load.parts(self._ledger.block_size)
+        for (block_id, begin, _), block_hash in zip(parts, load.hashes, strict=True):
+            if begin < first:
+                continue
             suspect = self._suspects.get((load, call.rank, block_id))
             is_told = (call.rank, block_id) in load.invalid
             is_lost = block_hash in self.lost_hashes

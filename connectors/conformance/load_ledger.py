@@ -10,8 +10,10 @@ from collections.abc import Callable, Iterator
 
 from interlace.connectors.conformance.hook_calls import HookCall
 from interlace.connectors.conformance.watch import Detector, Watch
+from interlace.connectors.step_tables import computed_before
 from interlace.engine.block_pool import BlockPool
 from interlace.engine.request import Request
+from interlace.engine.scheduler_output import SchedulerOutput
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -43,6 +45,12 @@ class Load:
     """(rank, layer) that were waited for, or could not be, since the step is one graph."""
     invalid: set[tuple[int, int]] = dataclasses.field(default_factory=set)
     """(rank, block id) that were reported as lost."""
+    is_from_the_back: bool = False
+    """Whether the request runs meanwhile, and computes what is before."""
+    num_planned: int = 0
+    """Tokens of such a request that steps compute or have computed: not the load's to write."""
+    is_lost: bool = False
+    """Whether the request was preempted: the load ends with `handle_preemptions`."""
 
     @property
     def name(self) -> str:
@@ -56,6 +64,13 @@ class Load:
             begin = max(self.start, index * block_size)
             yield block_id, begin, min(self.stop, (index + 1) * block_size)
 
+    def may_write(self, block_id: int, block_size: int) -> bool:
+        """Whether the block is one that it brings, as far as is known."""
+        return any(
+            found == block_id and (not self.is_from_the_back or begin >= self.num_planned)
+            for found, begin, _ in self.parts(block_size)
+        )
+
 
 class LoadLedger(Detector):
     """See the module's docstring. `block_size` is in tokens."""
@@ -63,8 +78,10 @@ class LoadLedger(Detector):
     hooks = frozenset(
         (
             "get_num_new_matched_tokens",
+            "get_compute_end",
             "update_state_after_alloc",
             "build_connector_meta",
+            "handle_preemptions",
             "request_finished",
             "request_finished_all_groups",
         )
@@ -86,6 +103,8 @@ class LoadLedger(Detector):
         self._generation_of = generation_of
         self._asked: dict[str, tuple[int, bool]] = {}
         """Request id -> (computed tokens, answered "asynchronously") of the latest match query."""
+        self._runs_at_once: set[str] = set()
+        """Requests of which the latest promise is a load from the back."""
         self.loads: list[Load] = []
         """Planned or under way."""
         self._complete: dict[int, int] = {}
@@ -103,19 +122,35 @@ class LoadLedger(Detector):
             case "get_num_new_matched_tokens":
                 request, computed = call.args
                 self._asked[request.request_id] = (computed, call.answer[1])
+                self._runs_at_once.discard(request.request_id)
+            case "get_compute_end":
+                if call.answer is not None:
+                    self._runs_at_once.add(call.args[0].request_id)
             case "update_state_after_alloc":
                 request, blocks, num_tokens = call.args
                 if num_tokens:
                     self._plan(request, blocks.get_block_ids()[0], num_tokens)
             case "build_connector_meta":
-                for load in self.loads:
-                    load.step_id = load.step_id or call.args[0].step_id
+                self._follow_step(call.args[0])
+            case "handle_preemptions":
+                for load in [load for load in self.loads if load.is_lost]:
+                    self.end(load, call.rank, is_complete=False)
             case "request_finished" | "request_finished_all_groups":
                 request = call.args[0]
                 self._asked.pop(request.request_id, None)
                 if call.answer[0]:
                     self.held[request.request_id] = set(range(self._num_ranks))
                     self._watch.evidence["held"] += 1
+
+    def _follow_step(self, output: SchedulerOutput) -> None:
+        before = computed_before(output)
+        for load in self.loads:
+            load.step_id = load.step_id or output.step_id
+            request_id = load.request.request_id
+            if request_id in before:
+                planned = before[request_id] + output.num_scheduled_tokens[request_id]
+                load.num_planned = max(load.num_planned, planned)
+            load.is_lost |= load.is_from_the_back and request_id in output.preempted_req_ids
 
     def _plan(self, request: Request, table: list[int], num_tokens: int) -> None:
         start, is_async = self._asked.get(request.request_id, (0, False))
@@ -136,6 +171,7 @@ class LoadLedger(Detector):
                 tuple(request.all_token_ids[:stop]),
                 tuple(self._generation_of(block_id) for block_id in ids),
                 open_ranks=set(range(self._num_ranks)),
+                is_from_the_back=request.request_id in self._runs_at_once,
             )
         )
         self._watch.evidence["async loads" if is_async else "sync loads"] += 1
@@ -168,13 +204,14 @@ class LoadLedger(Detector):
         if load.open_ranks:
             return
         self.loads.remove(load)
-        if is_complete:
+        if is_complete and not load.is_from_the_back:
             self._complete.update(zip(load.block_ids, load.generations, strict=True))
 
     def may_write(self, block_id: int, rank: int, layer: str) -> bool:
         """Whether a load into that block of that layer goes on."""
         return any(
-            block_id in load.block_ids and (load.is_async or (rank, layer) not in load.waited)
+            load.may_write(block_id, self.block_size)
+            and (load.is_async or (rank, layer) not in load.waited)
             for load in self.running(rank)
         )
 

@@ -188,7 +188,9 @@ class PipelineScheduler:
             num_running=num_running,
         )
         way = choose_way(self._settings.load_mode, forecast, self._settings.max_stall_s)
-        return _Choice(Way.BULK if way is Way.HYBRID and floor in (first, end) else way, floor)
+        if way is Way.HYBRID and num_blocks == 1:
+            way = Way.BULK  # there is nothing to split
+        return _Choice(way, min(max(floor, first + 1), end - 1))
 
     def _split(self, first: int, end: int, beside_bytes: int) -> tuple[int, float | None]:
         """(the block before which blocks [first, end) are best computed, and from which they are

@@ -647,6 +647,116 @@ def test_reset_cache_stops_saves_from_becoming_visible() -> None:
     assert world.counts() == {"blocks_not_saved": 5}
 
 
+# -------------------------------------------------------------------- from both ends
+
+
+def open_hole(world: World, **options: Any) -> Request:
+    """A request that computes its first half, and whose other half does not arrive."""
+    world.save(prompt_of(32))
+    world.counts()
+    world.worker.is_stuck = True
+    request = world.stepper.add(prompt_of(34), max_tokens=5, **options)
+    for _ in range(4):
+        world.stepper.step()
+    assert request.hole_end == 32
+    assert request.num_computed_tokens == 16
+    return request
+
+
+def test_a_request_goes_on_behind_its_load_when_the_two_have_met() -> None:
+    world = make_world(load_mode="hybrid")
+    request = open_hole(world)
+    assert not request.output_token_ids
+    world.worker.is_stuck = False
+    world.run(request)
+    assert (request.num_local_cached_tokens, request.num_external_cached_tokens) == (0, 16)
+    assert world.counts() == {"chose_hybrid": 1, "blocks_loaded": 4, "blocks_saved": 1}
+
+
+def test_what_was_loaded_is_shared_when_the_two_have_met_and_not_before() -> None:
+    world = make_world(load_mode="hybrid")
+    request = open_hole(world)
+    early = world.stepper.add(prompt_of(34), max_tokens=2)
+    world.stepper.step()
+    assert early.num_local_cached_tokens == 16
+    world.worker.is_stuck = False
+    world.run(request, early)
+    late = world.stepper.add(prompt_of(34), max_tokens=2)
+    world.run(late)
+    assert late.num_local_cached_tokens == 33
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_an_abort_with_the_hole_open_keeps_the_blocks_until_nothing_is_written(depth: int) -> None:
+    world = make_world(load_mode="hybrid", depth=depth)
+    request = open_hole(world)
+    scheduler = world.stepper.scheduler
+    free = scheduler.kv_cache.pool.num_free_blocks
+    scheduler.finish_request(request, RequestStatus.FINISHED_ABORTED)
+    assert scheduler.num_held_requests == 1
+    assert scheduler.kv_cache.pool.num_free_blocks == free
+    world.worker.is_stuck = False
+    world.run()
+    told = [share for metadata in world.worker.metadata for share in metadata.shares]
+    assert [share.num_blocks for share in told] == [0]
+    assert world.counts().get("blocks_loaded", 0) == 0
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_preemption_with_the_hole_open_ends_the_load(depth: int) -> None:
+    world = make_world(load_mode="hybrid", depth=depth, num_blocks=17)
+    world.save(prompt_of(32))
+    running = world.stepper.add([9] * 14, max_tokens=25)
+    world.stepper.step()
+    world.worker.is_stuck = True
+    victim = world.stepper.add(prompt_of(34), max_tokens=3)
+    while not victim.num_preemptions:
+        assert world.stepper.step()
+    lost = {load_id for metadata in world.worker.metadata for load_id in metadata.lost_loads}
+    assert len(lost) == 1
+    world.worker.is_stuck = False
+    world.run(running, victim)
+
+
+@pytest.mark.parametrize("bad", [3, 4, 6, 7])
+@pytest.mark.parametrize("policy", ["fail", "recompute"])
+def test_a_bad_block_with_the_hole_open(bad: int, policy: Literal["fail", "recompute"]) -> None:
+    """It and all behind it are computed; what nobody needed to load does not matter."""
+    world = make_world(load_mode="hybrid", policy=policy)
+    request = open_hole(world)
+    record = world.connector._scheduler.index.find(request.block_hashes[bad])
+    assert record is not None
+    world.worker.bad_records = {record}
+    world.worker.is_stuck = False
+    if policy == "recompute" or bad < 4:
+        world.run(request)
+        assert request.num_external_cached_tokens == 4 * max(0, bad - 4) if bad >= 4 else 16
+        return
+    world.stepper.run()
+    world.assert_idle()
+    assert request.status is RequestStatus.FINISHED_ERROR
+
+
+def test_who_is_ahead_takes_over_what_the_other_has_left() -> None:
+    """By the rates the load is fast. It is not: steps compute more than they were to."""
+    world = make_world(load_mode="hybrid", rate=1e6)
+    world.worker.samples = [StepSample(n, 0, 0.001 * n) for n in (1, 8, 30)]
+    world.save(prompt_of(96))
+    world.worker.is_stuck = True
+    request = world.stepper.add(prompt_of(98), max_tokens=5)
+    for _ in range(3):
+        world.stepper.step()
+    first = request.num_computed_tokens
+    assert 0 < first < 40
+    for _ in range(30):
+        world.stepper.step()
+    assert request.num_computed_tokens > first + 20
+    world.worker.is_stuck = False
+    world.run(request)
+    told = [share for metadata in world.worker.metadata for share in metadata.shares]
+    assert request.num_external_cached_tokens == 4 * told[-1].num_blocks
+
+
 # -------------------------------------------------------------------- the choice
 
 

@@ -1,0 +1,210 @@
+"""How a prompt is split between computing and loading, and loads from the back."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from interlace.connectors.pipeline.messages import Share, ShareReport
+from interlace.connectors.pipeline.sched_split import PlannedStep, Split, balance
+from interlace.connectors.pipeline.worker_backward import BackwardTransfer, split_back
+from interlace.connectors.pipeline.worker_feeder import Feeder
+from interlace.connectors.pipeline.worker_times import ClockStopwatch
+from interlace.engine.errors import ConnectorError
+from interlace.layers.virtual_lanes import VirtualLanes
+from interlace.layers.page_copies import Copied, CopyWay, Run, Runs
+
+SIZE = 16
+"""Tokens of a block."""
+
+
+# -------------------------------------------------------------------- the split
+
+
+@given(
+    st.integers(0, 20),
+    st.integers(1, 60),
+    st.floats(0, 5),
+    st.floats(0.001, 5),
+    st.floats(0.001, 5),
+)
+def test_balance_finds_the_best(
+    first: int, count: int, step: float, token: float, load: float
+) -> None:
+    end = first + count
+
+    def compute_s(block: int) -> float:
+        return step + token * (block - first) if block > first else 0.0
+
+    def load_s(block: int) -> float:
+        return load * (end - block)
+
+    def worse(block: int) -> float:
+        return max(compute_s(block), load_s(block))
+
+    found = balance(first, end, compute_s, load_s)
+    assert worse(found) == min(map(worse, range(first, end + 1)))
+
+
+def compute_s(first: int, end: int) -> float:
+    """A millisecond a block."""
+    return 0.001 * max(0, end - first) / SIZE
+
+
+def load_in(seconds: float) -> Callable[[int], float]:
+    return lambda num_blocks: seconds * num_blocks
+
+
+def step(number: int, computed: int, planned: int | None = None) -> PlannedStep:
+    """In blocks."""
+    end = computed if planned is None else planned
+    return PlannedStep(number, computed * SIZE, end * SIZE, max_inflight_steps=2)
+
+
+def test_the_load_takes_over_at_once_if_computing_is_behind() -> None:
+    split = Split(7, 80, 100, SIZE)
+    split.follow(ShareReport(7, 0, 20, 18), has_ended=False)
+    share = split.adjust(step(2, 10, 20), compute_s, load_in(0.001))
+    # 72 blocks are left, 10 of them by this step: 36 for each.
+    assert share == Share(7, 1, 100 - 46)
+    assert split.compute_end == 46 * SIZE
+    assert split.adjust(step(3, 20, 30), compute_s, load_in(0.001)) is None, "as it should be"
+
+
+def test_computing_takes_over_when_the_load_has_answered() -> None:
+    split = Split(7, 10, 100, SIZE)
+    assert split.adjust(step(1, 0, 10), compute_s, load_in(0.001)) is None
+    split.follow(ShareReport(7, 0, 90, 10), has_ended=False)
+    assert split.adjust(step(2, 10), compute_s, load_in(0.001)) is None, "step 1 may go on"
+    share = split.adjust(step(3, 10), compute_s, load_in(0.001))
+    assert share == Share(7, 1, 50)
+    assert split.compute_end == 10 * SIZE
+    split.follow(ShareReport(7, 0, 90, 20), has_ended=False)
+    assert split.compute_end == 10 * SIZE, "that was said before it heard"
+    assert split.adjust(step(4, 10), compute_s, load_in(0.001)) is None
+    split.follow(ShareReport(7, 1, 55, 30), has_ended=False)
+    assert split.compute_end == 45 * SIZE, "some more was under way"
+
+
+def test_what_an_ended_load_said_last_holds() -> None:
+    split = Split(7, 80, 100, SIZE)
+    split.follow(ShareReport(7, 0, 20, 10), has_ended=False)
+    assert split.adjust(step(2, 0, 8), compute_s, load_in(0.001)) is not None
+    split.follow(ShareReport(7, 0, 20, 20), has_ended=True)
+    assert split.compute_end == 80 * SIZE
+    assert split.cancel() is None
+    assert split.adjust(step(3, 8, 16), compute_s, load_in(0.001)) is None
+
+
+def test_a_step_is_not_added_for_a_small_gain() -> None:
+    split = Split(7, 10, 12, SIZE)
+    split.follow(ShareReport(7, 0, 2, 0), has_ended=False)
+    assert split.adjust(step(9, 10), lambda *_: 0.002, load_in(0.001)) is None
+
+
+def test_unknown_rates_move_nothing() -> None:
+    split = Split(7, 10, 90, SIZE)
+    assert split.adjust(step(2, 0, 5), lambda *_: None, load_in(1)) is None
+    assert split.adjust(step(9, 10), compute_s, lambda _: None) is None
+
+
+# -------------------------------------------------------------------- the load
+
+
+NUM_LAYERS = 3
+
+
+class NoteCopies:
+    """Notes what is copied; blocks of `bad` fail."""
+
+    num_layers = NUM_LAYERS
+    page_bytes = 10
+
+    def __init__(self, bad: frozenset[int] = frozenset()) -> None:
+        self.bad = bad
+        self.copied: list[int] = []
+
+    def prepare(self, runs: list[Run] | tuple[Run, ...]) -> Runs:
+        if any(record < 0 for record, _, _ in runs):
+            raise ConnectorError("no such record")
+        return Runs(runs, sum(count for _, _, count in runs), len(runs))
+
+    def load(self, layer: int, runs: Runs) -> Copied:
+        blocks = [block + i for _, block, count in runs.runs for i in range(count)]
+        if self.bad.intersection(blocks):
+            raise OSError("broken")
+        if layer == NUM_LAYERS - 1:
+            self.copied += reversed(blocks)
+        return Copied(CopyWay.STRIDED, len(runs.runs), 10 * runs.num_blocks)
+
+    save = load
+
+
+@given(st.data())
+def test_split_back(data: st.DataObject) -> None:
+    counts = data.draw(st.lists(st.integers(1, 5), max_size=6))
+    runs = [(100 * i, 1000 * i, count) for i, count in enumerate(counts)]
+    before, back = split_back(runs, data.draw(st.integers(0, sum(counts))))
+    flat = np.concatenate([np.arange(r, r + n) for r, _, n in (*before, *back)] or [[]])
+    assert flat.tolist() == [r + i for r, _, n in runs for i in range(n)]
+
+
+@given(st.integers(0, 2**32), st.sampled_from(["seed", "eager", "lazy"]))
+def test_a_share_may_change_at_any_time(seed: int, policy: str) -> None:
+    """What it loads comes from the back, without a gap, and never less than was under way."""
+    draw = random.Random(seed)
+    num_blocks = draw.randrange(1, 40)
+    bad = frozenset(draw.sample(range(num_blocks), 1)) if draw.random() < 0.3 else frozenset()
+    copies = NoteCopies(bad)
+    watch = ClockStopwatch(lambda: 0.0)
+    feeder = Feeder(
+        VirtualLanes(seed, policy).lane("bulk"), copies, copies.load, window_bytes=100, watch=watch
+    )
+    cut = draw.randrange(num_blocks + 1)
+    runs = ((0, 0, cut), (cut, cut, num_blocks - cut))
+    load = BackwardTransfer(
+        copies,
+        tuple(run for run in runs if run[2]),
+        draw.randrange(num_blocks + 1),
+        after=None,
+        window_bytes=draw.choice([1, 100, 10_000]),
+        watch=watch,
+    )
+    feeder.append(load)
+    for _ in range(draw.randrange(12)):
+        feeder.poll(may_feed=True)
+        if draw.random() < 0.3:
+            asked = draw.randrange(num_blocks + 1)
+            under_way = load.share
+            load.set_share(asked)
+            assert asked <= load.share <= max(asked, under_way)
+            feeder.append(load)
+    for _ in range(10_000):
+        if load.is_done:
+            break
+        feeder.poll(may_feed=True)
+    assert load.is_done
+    from_the_back = list(range(num_blocks))[::-1]
+    assert copies.copied == from_the_back[: len(copies.copied)]
+    missing = {block + i for _, block, count in load.missing() for i in range(count)}
+    if load.error is None:
+        assert not missing
+        assert len(copies.copied) == load.share == load.num_loaded
+    else:
+        assert bad <= missing
+        assert missing | set(from_the_back[: load.num_loaded]) == set(from_the_back[: load.share])
+        assert load.num_loaded <= len(copies.copied)
+
+
+def test_runs_that_do_not_fit_are_refused_as_a_whole() -> None:
+    copies = NoteCopies()
+    watch = ClockStopwatch(lambda: 0.0)
+    with pytest.raises(ConnectorError):
+        BackwardTransfer(
+            copies, ((0, 0, 4), (-1, 4, 1)), 2, after=None, window_bytes=1, watch=watch
+        )
