@@ -89,7 +89,7 @@ def _draw(figure: Any, ramp: Any, trace: StepTrace) -> None:
 def _titles(trace: StepTrace) -> list[tuple[str, float, float]]:
     """(text, height in the figure, points)."""
     facts, figures = trace.facts, figures_of(trace)
-    what = f"{facts.loaded_tokens:,} tokens loaded while {facts.new_tokens:,} new ones are computed"
+    what = f"{facts.loaded_tokens:,} tokens loaded beside computing {facts.new_tokens:,} more"
     load = f"load {figures.load_s * 1e3:.1f} ms at {figures.load_gb_per_s:.1f} GB/s"
     hidden = f"{figures.hidden_share:.0%} of it beside computing"
     where = f"{short_name(facts.model)}, {facts.dtype}, {facts.machine}"
