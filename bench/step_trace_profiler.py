@@ -44,11 +44,15 @@ class ProfiledSteps:
 
     async def record(self, run: Callable[[], Awaitable[T]]) -> tuple[T, StepMarks]:
         """See `StepRecorder`. Raises: also `InterlaceError` if the profiler cannot be used."""
-        profiler = await finish_despite_cancel(self._device.submit(self._start))
+        started = self._device.submit(self._start)
+        events: list[DeviceEvent] = []
         try:
+            await finish_despite_cancel(started)
             outcome = await run()
         finally:
-            events = await finish_despite_cancel(self._device.submit(lambda: _stop(profiler)))
+            if started.exception() is None:
+                stopped = self._device.submit(lambda: _stop(started.result()))
+                events = await finish_despite_cancel(stopped)
         return outcome, marks_of(events, self._shape)
 
     def _start(self) -> Any:
