@@ -25,6 +25,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+from interlace.connectors.pipeline.layer_groups import LayerGroups
 from interlace.connectors.pipeline.worker_backward import BackwardTransfer
 from interlace.connectors.pipeline.worker_feeder import Copies, FedTransfer, Feeder
 from interlace.connectors.pipeline.worker_loads import PipelinedLoad
@@ -79,9 +80,9 @@ class LayerPipeline:
         deadline_s: float = DEFAULT_DEADLINE_S,
         watch: Stopwatch | None = None,
     ) -> None:
-        """`group_size`: layers that share a gate. `window_bytes`: what bulk loads, and saves, have
-        queued at most, each. `deadline_s`: how long one layer waits, where the host does. `watch`
-        is for tests: by itself it is events on a GPU, and a clock elsewhere.
+        """`group_size`: layers that share a gate, see `LayerGroups`. `window_bytes`: what bulk
+        loads, and saves, have queued at most, each. `deadline_s`: how long one layer waits, where
+        the host does. `watch` is for tests: by itself it is events on a GPU, and a clock elsewhere.
 
         Raises: `ConfigError` for numbers below 1.
         """
@@ -94,7 +95,7 @@ class LayerPipeline:
         self.watch = watch or (EventStopwatch() if is_cuda else ClockStopwatch(time.monotonic))
         self._compute = lanes.compute if isinstance(lanes, CudaLanes) else None
         self._copies = copies.load
-        self._group_size = min(group_size, copies.load.num_layers)
+        self._groups = LayerGroups(copies.load.num_layers, group_size)
         self._deadline_s = deadline_s
         self._lane = lanes.lane("load")
         self._bulk, self._store = (
@@ -132,9 +133,8 @@ class LayerPipeline:
         )
 
     def _make_gates(self, lanes: CudaLanes) -> PipelineGates:
-        num_groups = -(-self._copies.num_layers // self._group_size)
-        gates = [lanes.graph_gate() for _ in range(num_groups)]
-        return PipelineGates(gates, self._group_size)
+        gates = [lanes.graph_gate() for _ in self._groups.ranges]
+        return PipelineGates(gates, self._groups)
 
     @property
     def layer_gates(self) -> LayerGates | None:
@@ -150,7 +150,7 @@ class LayerPipeline:
         part; never raises for it.
         """
         runs = [tuple(part) for part in parts]
-        load = PipelinedLoad(self._copies, runs, self._group_size, self.watch)
+        load = PipelinedLoad(self._copies, runs, self._groups, self.watch)
         self._load = load
         if self._compute is not None:
             # What was queued before may still write to the blocks: zeros, for instance.
@@ -176,7 +176,7 @@ class LayerPipeline:
 
         Nothing if nothing is loaded. May be repeated.
         """
-        load, group = self._load, layer // self._group_size
+        load, group = self._load, self._groups.group_of[layer]
         if load is None or group in load.groups_passed or group >= len(load.gates):
             return
         load.groups_passed.add(group)
@@ -201,8 +201,8 @@ class LayerPipeline:
         On a GPU they are so anyway. Elsewhere the host waits for what no layer has waited for.
         """
         if self._compute is None:
-            for layer in range(0, self._copies.num_layers, self._group_size):
-                self.wait(layer)
+            for layers in self._groups.ranges:
+                self.wait(layers.start)
 
     # ---------------------------------------------------------------- beside the steps
 
@@ -290,15 +290,15 @@ class LayerPipeline:
 class PipelineGates:
     """`LayerGates` of a pipeline: layers of a group share one. Device thread."""
 
-    def __init__(self, gates: Sequence[GraphGate], group_size: int) -> None:
+    def __init__(self, gates: Sequence[GraphGate], groups: LayerGroups) -> None:
         """One gate for each group."""
         self.gates = gates
-        self._group_size = group_size
+        self._groups = groups
 
     def wait_here(self, layer: int) -> None:
         """See `LayerGates`: the first layer of a group waits for all of it."""
-        group, place = divmod(layer, self._group_size)
-        if place == 0:
+        group = self._groups.group_of[layer]
+        if layer == self._groups.ranges[group].start:
             self.gates[group].wait_here()
 
     def are_armed(self, step_id: int) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 
+from interlace.connectors.pipeline.layer_groups import LayerGroups
 from interlace.connectors.pipeline.worker_feeder import Copies
 from interlace.connectors.pipeline.worker_times import Stopwatch, TransferMeter, TransferStats
 from interlace.engine.errors import ConnectorError
@@ -20,7 +21,11 @@ class PipelinedLoad:
     """
 
     def __init__(
-        self, copies: Copies, parts: Sequence[tuple[Run, ...]], group_size: int, watch: Stopwatch
+        self,
+        copies: Copies,
+        parts: Sequence[tuple[Run, ...]],
+        groups: LayerGroups,
+        watch: Stopwatch,
     ) -> None:
         """For `LayerPipeline`. A part whose runs do not fit has failed."""
         self.errors: list[BaseException | None] = [None] * len(parts)
@@ -31,7 +36,7 @@ class PipelinedLoad:
         self.groups_passed: set[int] = set()
         """Those for which the step waits already."""
         self._copies = copies
-        self._group_size = group_size
+        self._groups = groups
         self._lock = threading.Lock()  # held while a group is copied
         self._is_given_up = False
         self._meter = TransferMeter(watch)
@@ -49,7 +54,7 @@ class PipelinedLoad:
         """Works that it takes: none if there is nothing to copy."""
         if not any(runs is not None and runs.num_blocks for runs in self._runs):
             return 0
-        return -(-self._copies.num_layers // self._group_size)
+        return len(self._groups.ranges)
 
     @property
     def is_done(self) -> bool:
@@ -63,17 +68,16 @@ class PipelinedLoad:
 
     def copy_group(self, group: int) -> None:
         """The work of one group, on the lane: layer by layer, over all parts."""
-        first = group * self._group_size
-        end = min(first + self._group_size, self._copies.num_layers)
+        layers = self._groups.ranges[group]
         with self._lock:
             if self._is_given_up:
                 return
             self._meter.begin()
-            for layer in range(first, end):
+            for layer in layers:
                 for part, runs in enumerate(self._runs):
                     if runs is not None and self.errors[part] is None:
                         self._copy(part, layer, runs)
-            if end == self._copies.num_layers:
+            if layers.stop == self._groups.num_layers:
                 self._meter.end()
 
     def _copy(self, part: int, layer: int, runs: Runs) -> None:

@@ -1,0 +1,23 @@
+"""Which layers of a load share a gate."""
+
+from __future__ import annotations
+
+import itertools
+
+
+class LayerGroups:
+    """Groups of neighbouring layers. The first layer and the last one have gates of their own: with
+    the one a step begins to compute, and behind the other it computes alone."""
+
+    def __init__(self, num_layers: int, size: int) -> None:
+        """Groups of `size` layers, but for the two that are cut; both numbers are at least 1."""
+        cuts = {0, 1, num_layers - 1, num_layers, *range(0, num_layers, size)}
+        self.ranges = tuple(range(a, b) for a, b in itertools.pairwise(sorted(cuts)))
+        """The layers of each group."""
+        self.group_of = tuple(group for group, layers in enumerate(self.ranges) for _ in layers)
+        """Of each layer."""
+
+    @property
+    def num_layers(self) -> int:
+        """Layers in all groups."""
+        return len(self.group_of)
