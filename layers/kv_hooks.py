@@ -94,8 +94,12 @@ class KVHooks:
 
     def _call(self, hook: str, *args: object) -> Any:
         """By name: a decorated method may be called something else. Raises: `ConnectorError`."""
-        with blaming(self._connector, hook):
+        try:
             return getattr(self._connector, hook)(*args)
+        except (Exception, SystemExit):
+            # Not around the call: entering it takes longer than most hooks do.
+            with blaming(self._connector, hook):
+                raise
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         """What the scheduler side is to know of this worker. Raises: `ConnectorError`."""
