@@ -155,9 +155,9 @@ class ConnectorCalls:
         most = min(load_end, request.num_tokens - 1)
         if end % block_size or not request.num_computed_tokens <= end <= most:
             raise ConnectorError(
-                f"{self.name}.get_compute_end answered {end}, but it must be a multiple of the block"
-                f" size ({block_size}), at least {request.num_computed_tokens} (up to where steps are"
-                f" planned), and at most {most}."
+                f"{self.name}.get_compute_end answered {end}, but it must be a multiple of the"
+                f" block size ({block_size}), at least {request.num_computed_tokens} (up to where"
+                f" steps are planned), and at most {most}."
             )
         return end
 

@@ -39,7 +39,7 @@ class _Step:
         self._runner = runner
         self._device = device
         self._pending: PendingStep | None = None
-        self._launched = device.submit(self._launch)
+        self.launched = device.submit(self._launch)
         self._output: asyncio.Future[ModelRunnerOutput] | None = None
 
     def _launch(self) -> None:
@@ -68,7 +68,7 @@ class _Step:
     def result(self) -> ModelRunnerOutput:
         """Of a step that is done. Raises what it raised."""
         assert self._output is not None
-        self._launched.result()
+        self.launched.result()
         return self._output.result()
 
 
@@ -124,6 +124,7 @@ class StepLoop:
                 self._apply_ended_steps()
                 self._launch_steps()
                 self._await_oldest_step()
+                self._offer_blocks()
                 if self._stopping and not self._inflight and not self._lingers:
                     return
                 await self._sleep()
@@ -169,8 +170,17 @@ class StepLoop:
             self._inflight.append(step)
             if not self._runner.works_ahead:
                 self._await(step)
+            if plan.loading_block_ids:
+                step.launched.add_done_callback(lambda _: self._wake.set())
             if self._events.active:
                 self._events.emit(StepLaunched(self._clock.monotonic(), plan.step_id))
+
+    def _offer_blocks(self) -> None:
+        """Not before a step is launched that loads within itself: its blocks are many, and nobody
+        asks for them meanwhile, but the launch needs the interpreter."""
+        newest = self._inflight[-1] if self._inflight else None
+        if newest is None or not newest.plan.loading_block_ids or newest.launched.done():
+            self._scheduler.offer_blocks()
 
     def _await_oldest_step(self) -> None:
         """Let the device thread wait for it, now that no further step can be launched behind it."""

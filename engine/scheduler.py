@@ -118,6 +118,7 @@ class Scheduler:
         self._some_deferred = False  # whether the connector asked to be asked again
         self._ask_from = 0  # the place in the waiting queue where the next schedule() begins
         self._finished_req_ids: set[str] = set()  # since the last schedule()
+        self._unoffered: list[ScheduledRequest] = []  # of the newest step
         self._inflight: deque[StepPlan] = deque()
         self._last_step_id = 0
         self._last_applied_step = 0
@@ -170,6 +171,7 @@ class Scheduler:
         if request.is_finished:
             return
         assert status.is_finished
+        self.offer_blocks()
         was_loading = request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
         is_loading = self._transfers.is_loading(request)
         self._transfers.forget_load(request)
@@ -272,6 +274,7 @@ class Scheduler:
         """
         if self._inflight and (self._must_drain or self._inflight[-1].is_barrier):
             return None
+        self.offer_blocks()
         self._must_drain = self._some_deferred = False
         plan = StepPlan(self._last_step_id + 1, self.config.max_num_batched_tokens)
         plan.preempted, self._preempted = self._preempted, []
@@ -415,6 +418,7 @@ class Scheduler:
                 self._ask_from = place
                 return
             request = self.waiting[place]
+            self.offer_blocks(plan.step_id)  # it may share what this very step fills
             try:
                 start = find_start(request, self.kv_cache, self._connector, num_reserved)
             except ConnectorError as error:
@@ -518,9 +522,18 @@ class Scheduler:
     def _plan(self, plan: StepPlan, item: ScheduledRequest) -> None:
         plan.scheduled.append(item)
         plan.budget -= item.num_tokens
-        # From here on, later requests of this very step may share the blocks that it fills.
-        end = max(item.num_computed_tokens + item.num_tokens, item.loaded.stop)
-        self.kv_cache.hash_blocks(item.request, end, plan.step_id)
+        self._unoffered.append(item)
+
+    def offer_blocks(self, step_id: int | None = None) -> None:
+        """Let others share the blocks that the newest step fills; `step_id` if it is being planned.
+
+        Of a long prompt that is loaded they are many. So this may wait until the step is launched;
+        whatever depends on it sees to it by itself.
+        """
+        items, self._unoffered = self._unoffered, []
+        for item in items:
+            end = max(item.num_computed_tokens + item.num_tokens, item.loaded.stop)
+            self.kv_cache.hash_blocks(item.request, end, step_id or self._last_step_id)
 
     def _ends_with_what_is_in_flight(self, request: Request) -> bool:
         """Whether the tokens under way will certainly be the request's last."""
@@ -607,6 +620,7 @@ class Scheduler:
         KV that did not arrive. A request whose update ends it is finished already when this
         returns. Raises: `ConnectorError`, fatal.
         """
+        self.offer_blocks()
         step = self._inflight.popleft()
         assert step.step_id == scheduler_output.step_id, "steps must be applied in order"
         self._last_applied_step = step.step_id
