@@ -6,7 +6,6 @@ Parses options only; `interlace.bench` measures. Imports no torch.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import sys
 from typing import TYPE_CHECKING, Annotated
 
@@ -35,6 +34,7 @@ from interlace.cli.bench_options import (
     parse_counts,
 )
 from interlace.cli.bench_output import StillProgress, check_json_target, show
+from interlace.cli.bench_overlap import overlap
 from interlace.cli.kv_options import KVConfig, KVConnector, KVDir, kv_transfer_config
 from interlace.cli.progress import progress_for
 from interlace.cli.running import run
@@ -286,51 +286,7 @@ def kv(
     show(report, json)
 
 
-@app.command()
-def overlap(
-    model: Model = "smollm2-135m",
-    prompt_tokens: PromptTokens = 960,
-    new: Annotated[
-        str, typer.Option("--new", help="New tokens behind the prompt, with commas: 16,128,688.")
-    ] = "16,128",
-    repeats: Repeats = 5,
-    device: Device = "auto",
-    dtype: Dtype = "auto",
-    max_model_len: MaxModelLen = None,
-    max_num_batched_tokens: MaxBatchedTokens = None,
-    cudagraph_mode: GraphModeName = None,
-    json: JsonTarget = None,
-) -> None:
-    """How much of loading a prompt's KV from host memory hides behind computing.
-
-    Times to the first token of --prompt-tokens and some --new ones behind
-    them: cached on the device, loaded in bulk and then computed on, loaded
-    layer by layer while computing, or computed again. "load ms" is what bulk
-    adds to cached; "hidden share" is what layer-wise saves against bulk, by
-    the shorter of loading and computing.
-    """
-    from interlace.bench.overlap_session import run_overlap
-    from interlace.bench.session import prepare
-    from interlace.engine.clock import MonotonicClock
-
-    check_json_target(json)
-    counts = parse_counts("--new", new, MAX_TOKENS)
-    settings = engine_settings(
-        model,
-        device=device,
-        dtype=dtype,
-        max_model_len=max_model_len,
-        max_num_batched_tokens=max_num_batched_tokens,
-        cudagraph_mode=cudagraph_mode,
-        max_inflight_steps=None,
-        request_tokens=prompt_tokens + max(counts) + 1,
-    )
-    settings = dataclasses.replace(settings, measure_limits=False)
-    progress = StillProgress(sys.stderr)
-    with contextlib.closing(prepare(settings, progress_for())) as prepared:
-        shape = (prompt_tokens, counts, repeats)
-        report = run(lambda: run_overlap(prepared, *shape, MonotonicClock(), progress))
-    show(report, json)
+app.command(name="overlap")(overlap)
 
 
 def _told(counts: Sequence[int]) -> object:

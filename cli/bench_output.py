@@ -75,6 +75,12 @@ def show(report: Report, json_target: str | None) -> None:
     With - the JSON has standard output to itself and the table goes to standard error. Raises:
     `ConfigError` if the file cannot be written.
     """
+    print_table(report, json_target)
+    write_json(report, json_target)
+
+
+def print_table(report: Report, json_target: str | None) -> None:
+    """To standard output, or to standard error if `json_target` is -."""
     from rich.console import Console
 
     from interlace.bench.tables import draw
@@ -82,6 +88,13 @@ def show(report: Report, json_target: str | None) -> None:
     stream = sys.stderr if json_target == "-" else sys.stdout
     console = Console(file=stream, width=None if stream.isatty() else PIPE_WIDTH, highlight=False)
     console.print(draw(report))
+
+
+def write_json(report: Report, json_target: str | None) -> None:
+    """To a file, or to standard output if it is -.
+
+    Raises: `ConfigError` if it cannot be written.
+    """
     if json_target == "-":
         sys.stdout.write(report.to_json())
     elif json_target is not None:

@@ -3,152 +3,196 @@
     cached      the prefix lies on the device: computing alone
     bulk        it is loaded first, and then computed on: one after the other
     layer-wise  each layer is loaded while those before it compute
+    auto        whatever the connector chooses
     computed    it is computed again, with nothing loaded
 
-All to the first token, in turns. Loading takes what bulk takes beyond cached, computing what
-cached takes. The host's part is in both, so the hidden share, of the shorter one, is rather too
-low. Knows arms, not engines: `bench/overlap_session.py` opens those.
+All to the first token as a caller sees it, in turns, on one engine. The rest are times of the
+device, from what was queued first to the sampled token: `load` is the load alone, `compute` the
+step behind a cached prefix, `serial` their sum, `pipelined` the layer-wise step. The hidden share
+is (serial - pipelined) / min(load, compute): of a step that waits for nothing it is 1. The serial
+way that the engine has, bulk, waits for the host between the two as well; "against bulk" is what
+layer-wise loading saves against it, as a caller sees it, by the shorter of bulk - cached and
+cached.
 """
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Final
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
-from interlace.bench.engine_arm import EngineArm
 from interlace.bench.figures import Figures
+from interlace.bench.overlap.arms import Hit, HitArm, behind, require
+from interlace.bench.overlap.meter import LoadTimes
+from interlace.bench.overlap.rig import Outcome, Rig, Setting, judged
 from interlace.bench.report import Check, Row
 from interlace.bench.spread import Spread
-from interlace.bench.workload import Work, WorkSource
+from interlace.bench.workload import Work
 from interlace.engine.errors import InterlaceError
-from interlace.engine.ports import Progress
-
-Outcome = tuple[tuple[Row, ...], tuple[Check, ...]]
-HIDDEN_BAR: Final = 0.93
-"""Least hidden share where loading takes as long as computing."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class OverlapBench:
-    """Two engines over one model, which differ in how they load."""
+class Round(NamedTuple):
+    """One of each, with one number of new tokens."""
 
-    bulk: EngineArm
-    layerwise: EngineArm
-    source: WorkSource
-    progress: Progress
-    prefix_bytes: int
-    """Of the prefix's KV."""
-    first_token_bars: Mapping[int, float] = dataclasses.field(default_factory=dict)
-    """Most milliseconds to the first token, layer-wise, by new tokens; empty: nothing is asked."""
-    hidden_bars: frozenset[int] = frozenset()
-    """Numbers of new tokens for which `HIDDEN_BAR` is asked."""
+    cached: Hit
+    bulk: Hit
+    layerwise: Hit
+    auto: Hit | None = None
+    computed: Hit | None = None
+
+    @property
+    def load_s(self) -> float:
+        """Of the load alone: the faster of both, since other work may slow either of them."""
+        return min(only_load(self.bulk).seconds, only_load(self.layerwise).seconds)
+
+    @property
+    def serial_s(self) -> float:
+        """One after the other, and nothing in between."""
+        return self.load_s + self.cached.device_s
+
+    @property
+    def hidden(self) -> float:
+        """Share of the shorter of loading and computing."""
+        least = min(self.load_s, self.cached.device_s)
+        return _by(self.serial_s - self.layerwise.device_s, least)
+
+    @property
+    def against_bulk(self) -> float:
+        """What layer-wise loading saves, as a caller sees it."""
+        bulk, cached = _seen(self.bulk), _seen(self.cached)
+        return _by(bulk - _seen(self.layerwise), min(bulk - cached, cached))
 
 
-@dataclasses.dataclass(slots=True)
-class _Times:
-    """Seconds to the first token with one number of new tokens, a round after the other."""
-
-    cached: list[float] = dataclasses.field(default_factory=list)
-    bulk: list[float] = dataclasses.field(default_factory=list)
-    layerwise: list[float] = dataclasses.field(default_factory=list)
-    computed: list[float] = dataclasses.field(default_factory=list)
-
-    def rounds(self) -> Iterator[tuple[float, float, float]]:
-        """(cached, bulk, layer-wise) of each."""
-        return zip(self.cached, self.bulk, self.layerwise, strict=True)
+def only_load(hit: Hit) -> LoadTimes:
+    """The load of a request that has one. Raises: `InterlaceError`."""
+    if len(hit.loads) != 1:
+        raise InterlaceError(
+            f"a request was loaded in {len(hit.loads)} transfers and not in one: nothing else may"
+            " load meanwhile."
+        )
+    return hit.loads[0]
 
 
-async def overlap(
-    bench: OverlapBench, prefix_tokens: int, new: Sequence[int], repeats: int
-) -> Outcome:
-    """Measure each number of `new` tokens behind the prefix, in turns.
+async def first_token(rig: Rig) -> Outcome:
+    """Measure each number of new tokens, in turns.
 
     Raises: `InterlaceError` if the prefix was not found where it should be. Cancelling stops after
-    the run in progress.
+    the request in progress.
     """
-    work = bench.source.make(1, prefix_tokens, 1)
-    times = {count: _Times() for count in new}
-    with bench.progress.task("overlap", len(new) * (repeats + 1)) as advance:
-        for arm in (bench.bulk, bench.layerwise):
-            await arm.run(work)  # computed, and stored
-        for round_number in range(repeats + 1):
-            for count, taken in times.items():
-                seen = taken if round_number else _Times()  # round 0 warms up
-                await _one_round(bench, work, count, seen)
+    setting = rig.setting
+    return await measure(await rig.hit_arm(), setting, setting.sizes.new)
+
+
+async def measure(arm: HitArm, setting: Setting, new: Sequence[int]) -> Outcome:
+    """`first_token` on any arm."""
+    prefix = setting.work(setting.sizes.prompt_tokens)
+    await arm.run(prefix)  # computed, and stored
+    rounds = await run_rounds(arm, setting, prefix, new, "first token", is_whole=True)
+    rows = [row(f"{count} new", setting, arm, taken) for count, taken in rounds.items()]
+    checks = [check for count, taken in rounds.items() for check in _checks(setting, count, taken)]
+    return tuple(rows), tuple(checks)
+
+
+async def run_rounds(
+    arm: HitArm, setting: Setting, prefix: Work, new: Sequence[int], title: str, *, is_whole: bool
+) -> Mapping[int, list[Round]]:
+    """The measured rounds of each number of new tokens; one more before them warms up.
+
+    `is_whole`: with the arms that say nothing of how much is hidden, too.
+    """
+    rounds: dict[int, list[Round]] = {count: [] for count in new}
+    repeats = setting.sizes.repeats
+    with setting.progress.task(title, len(new) * (repeats + 1)) as advance:
+        for number in range(repeats + 1):
+            for count, taken in rounds.items():
+                one = await _round(arm, setting, prefix, count, is_whole=is_whole)
+                if number:
+                    taken.append(one)
                 advance(1)
-    rows = tuple(_row(bench, count, taken) for count, taken in times.items())
-    checks = [check for count, taken in times.items() for check in _checks(bench, count, taken)]
-    return rows, tuple(checks)
+    return rounds
 
 
-async def _one_round(bench: OverlapBench, prefix: Work, count: int, taken: _Times) -> None:
-    whole = prefix.prompt_tokens
-    for arm, times in ((bench.bulk, taken.bulk), (bench.layerwise, taken.layerwise)):
-        arm.forget()
-        sample = await arm.run(_behind(bench, prefix, count))
-        _require(sample.loaded_tokens, whole, "loaded")
-        times.append(sample.first_token_s)
-    sample = await bench.layerwise.run(_behind(bench, prefix, count))
-    _require(sample.cached_tokens, whole, "cached on the device")
-    taken.cached.append(sample.first_token_s)
-    sample = await bench.layerwise.run(bench.source.make(1, whole + count, 1))
-    taken.computed.append(sample.first_token_s)
+async def _round(
+    arm: HitArm, setting: Setting, prefix: Work, count: int, *, is_whole: bool
+) -> Round:
+    whole, source = prefix.prompt_tokens, setting.source
+    arm.forget()
+    bulk = await arm.run(behind(prefix, source, count), "bulk")
+    arm.forget()
+    layerwise = await arm.run(behind(prefix, source, count), "layerwise")
+    for loaded in (bulk, layerwise):
+        require(loaded.sample.loaded_tokens, whole, "loaded")
+    cached = await arm.run(behind(prefix, source, count))
+    require(cached.sample.cached_tokens, whole, "cached on the device")
+    found = Round(cached, bulk, layerwise)
+    if not is_whole:
+        return found
+    arm.forget()
+    auto = await arm.run(behind(prefix, source, count), "auto")
+    computed = await arm.run(setting.work(whole + count))
+    return found._replace(auto=auto, computed=computed)
 
 
-def _behind(bench: OverlapBench, prefix: Work, count: int) -> Work:
-    """The prefix and `count` tokens never seen before."""
-    (first,), (suffix,) = prefix.prompts, bench.source.make(1, count, 1).prompts
-    return Work(((*first, *suffix),), 1)
+def row(case: str, setting: Setting, arm: HitArm, taken: Sequence[Round]) -> Row:
+    """All figures of some rounds."""
+    num_bytes = setting.sizes.prompt_tokens * setting.token_bytes
+    ideal_s = num_bytes / arm.link_bytes_per_s if arm.link_bytes_per_s else 0.0
+    figures: Figures = {}
+    for name, ways in (
+        ("cached", [r.cached for r in taken]),
+        ("bulk", [r.bulk for r in taken]),
+        ("layer-wise", [r.layerwise for r in taken]),
+        ("auto", [r.auto for r in taken]),
+        ("computed", [r.computed for r in taken]),
+    ):
+        seen = [_seen(hit) * 1e3 for hit in ways if hit is not None]
+        if seen:
+            figures[f"{name} ms"] = Spread.of(seen)
+    figures |= {name: Spread.of(map(of_round, taken)) for name, of_round in _DEVICE_FIGURES.items()}
+    figures["added, in loads"] = Spread.of(
+        _by(_seen(r.layerwise) - _seen(r.cached), ideal_s) for r in taken
+    )
+    figures["of link"] = Spread.of(_by(ideal_s, only_load(r.layerwise).seconds) for r in taken)
+    return Row(case, figures)
 
 
-def _require(found: int, whole: int, what: str) -> None:
-    if found < whole:
-        raise InterlaceError(
-            f"only {found} of {whole} tokens were {what}: choose a multiple of the block size, and"
-            " give the KV pool and the host's records room for the whole prompt."
-        )
+_DEVICE_FIGURES: Mapping[str, Callable[[Round], float]] = {
+    "load ms": lambda r: r.load_s * 1e3,
+    "compute ms": lambda r: r.cached.device_s * 1e3,
+    "serial ms": lambda r: r.serial_s * 1e3,
+    "pipelined ms": lambda r: r.layerwise.device_s * 1e3,
+    "hidden share": lambda r: r.hidden,
+    "against bulk": lambda r: r.against_bulk,
+    "submit ms": lambda r: only_load(r.layerwise).submit_s * 1e3,
+    "copies": lambda r: only_load(r.layerwise).num_copies,
+    "runs": lambda r: only_load(r.layerwise).num_runs,
+}
 
 
-def _row(bench: OverlapBench, count: int, taken: _Times) -> Row:
-    load = Spread.of(bulk - cached for cached, bulk, _ in taken.rounds())
-    figures: Figures = {
-        "cached ms": _ms(taken.cached),
-        "bulk ms": _ms(taken.bulk),
-        "layer-wise ms": _ms(taken.layerwise),
-        "computed ms": _ms(taken.computed),
-        "load ms": _ms(load.samples),
-        "load GB/s": Spread.of(
-            bench.prefix_bytes / s / 1e9 if s > 0 else 0.0 for s in load.samples
-        ),
-        "hidden share": Spread.of(_hidden(taken)),
-        "added, in loads": Spread.of(
-            (layerwise - cached) / load.median if load.median > 0 else 0.0
-            for cached, _, layerwise in taken.rounds()
-        ),
-    }
-    return Row(f"{count} new", figures)
+def _checks(setting: Setting, count: int, taken: Sequence[Round]) -> tuple[Check, ...]:
+    bars = setting.bars
+    layerwise, bulk = (
+        Spread.of(_seen(hit) for hit in ways).median
+        for ways in ([r.layerwise for r in taken], [r.bulk for r in taken])
+    )
+    ms = layerwise * 1e3
+    bar = bars.first_token_ms.get(count)
+    checks = judged(f"first token, layer-wise, {count} new, ms", ms, at_most=bar)
+    if count in bars.hidden_new:
+        checks += hidden_check(setting, f"{count} new", taken)
+    return (*checks, Check(f"layer-wise / bulk, {count} new", layerwise / bulk, at_most=1))
 
 
-def _hidden(taken: _Times) -> list[float]:
-    """Of each round, what layer-wise loading saves by the shorter of loading and computing."""
-    shares = []
-    for cached, bulk, layerwise in taken.rounds():
-        least = min(bulk - cached, cached)
-        shares.append((bulk - layerwise) / least if least > 0 else 0.0)
-    return shares
+def hidden_check(setting: Setting, case: str, taken: Sequence[Round]) -> tuple[Check, ...]:
+    """The hidden share against its bar, if there is one."""
+    share = Spread.of(r.hidden for r in taken).median
+    return judged(f"hidden share, {case}", share, at_least=setting.bars.hidden)
 
 
-def _checks(bench: OverlapBench, count: int, taken: _Times) -> Iterator[Check]:
-    median = Spread.of(taken.layerwise).median
-    if count in bench.first_token_bars:
-        bar = bench.first_token_bars[count]
-        yield Check(f"first token, layer-wise, {count} new, ms", median * 1e3, at_most=bar)
-    if count in bench.hidden_bars:
-        share = Spread.of(_hidden(taken)).median
-        yield Check(f"hidden share, {count} new", share, at_least=HIDDEN_BAR)
-    yield Check(f"layer-wise / bulk, {count} new", median / Spread.of(taken.bulk).median, at_most=1)
+def _seen(hit: Hit) -> float:
+    """Seconds to the first token, as the caller sees it."""
+    return hit.sample.first_token_s
 
 
-def _ms(seconds: Sequence[float]) -> Spread:
-    return Spread.of(s * 1e3 for s in seconds)
+def _by(amount: float, unit: float) -> float:
+    """0 where there is nothing to divide by."""
+    return amount / unit if unit > 0 else 0.0

@@ -1,97 +1,105 @@
-"""Opens the engines of `bench/overlap.py` over one loaded model, and reports."""
+"""Runs parts of `interlace bench overlap` over one loaded model, and reports."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AsyncExitStack
-from typing import TYPE_CHECKING
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AsyncExitStack, contextmanager
 
-from interlace.bench.bars import LONG_PROMPT, bars_for
-from interlace.bench.engine_arm import EngineArm
-from interlace.bench.overlap import OverlapBench, overlap
+from interlace.bench.bars import bars_for
+from interlace.bench.overlap.engines import Engines, Room, opener, token_bytes
+from interlace.bench.overlap.names import CROWDED, Part
+from interlace.bench.overlap.parts import PARTS
+from interlace.bench.overlap.rig import Rig, Setting
+from interlace.bench.overlap.sizes import BLOCK_SIZE, Sizes
 from interlace.bench.report import Report
 from interlace.bench.session import SEED, Prepared
 from interlace.bench.workload import WorkSource
+from interlace.engine.errors import InterlaceError
 from interlace.engine.ports import Clock, Progress
 
-if TYPE_CHECKING:
-    from interlace.engine.config import EngineConfig
-
-BLOCK_SIZE = 16
-RECORDS_FACTOR = 4
-"""Host memory, in prompts of the longest kind: what was computed in between must not push the
-prefix out."""
-POOL_FACTOR = 4
-"""The pool of each engine, likewise: blocks of ended requests are runs of neighbours again."""
+Seen = Callable[[Report], None]
+"""Gets the report of each part when it is done."""
 
 
 async def run_overlap(
     prepared: Prepared,
-    prefix_tokens: int,
-    new: Sequence[int],
-    repeats: int,
+    parts: Sequence[Part],
+    sizes: Sizes,
     clock: Clock,
     progress: Progress,
-) -> Report:
-    """Run `overlap`. Raises: what the engines raise. Cancelling stops after the run in progress."""
-    from interlace import AsyncEngine
+    seen: Seen,
+) -> None:
+    """Run the parts, one after the other; engines are shared.
 
-    longest = prefix_tokens + max(new)
-    token_bytes = _token_bytes(prepared)
+    Raises: what the engines raise; `InterlaceError` that names the part if one could not be
+    measured. Cancelling stops after what is in progress.
+    """
+    check_room(prepared, parts, sizes)
+    room = Room.of(
+        sizes,
+        has_crowd=not CROWDED.isdisjoint(parts),
+        only_decodes=set(parts) <= {Part.IDLE, Part.LINK},
+    )
+    bars = bars_for(prepared.gpu, prepared.settings.model, prepared.dtype)
+    setting = Setting(
+        WorkSource(vocab_size=prepared.loaded.architecture.vocab_size, seed=SEED),
+        progress,
+        sizes,
+        bars.overlapping(sizes.prompt_tokens, sizes.num_decoders),
+        token_bytes(prepared),
+    )
     async with AsyncExitStack() as stack:
-        arms = {}
-        for mode in ("bulk", "layerwise"):
-            config = _config(prepared, mode, longest, token_bytes)
-            engine = await stack.enter_async_context(
-                AsyncEngine.from_loaded(
-                    config, prepared.loaded, device=prepared.device, progress=progress, clock=clock
-                )
-            )
-            arms[mode] = EngineArm(engine, clock, mode)
-        bars = bars_for(prepared.gpu, prepared.settings.model, prepared.dtype)
-        is_asked = prefix_tokens == LONG_PROMPT
-        bench = OverlapBench(
-            arms["bulk"],
-            arms["layerwise"],
-            WorkSource(vocab_size=prepared.loaded.architecture.vocab_size, seed=SEED),
-            progress,
-            prefix_bytes=prefix_tokens * token_bytes,
-            first_token_bars=bars.layerwise_loads if is_asked else {},
-            hidden_bars=frozenset(bars.hidden_shares) if is_asked else frozenset(),
+        engines = Engines(stack, opener(prepared, sizes, room, clock, progress))
+        rig = Rig(setting, engines, prepared, clock)
+        for part in parts:
+            with _named(part):
+                rows, checks = await PARTS[part](rig)
+            facts = prepared.settings.facts() | {"dtype": prepared.dtype} | sizes.facts()
+            seen(Report(f"overlap: {part}", facts, prepared.machine, rows, checks))
+
+
+def check_room(prepared: Prepared, parts: Sequence[Part], sizes: Sizes) -> None:
+    """Raises: `InterlaceError` for work that no request of this model can be."""
+    limit = prepared.loaded.max_model_len
+    lengths = [sizes.longest]
+    if not CROWDED.isdisjoint(parts):
+        lengths.append(sizes.decoder_prompt + sizes.decoder_tokens)
+    if not {Part.SAVING, Part.IDLE}.isdisjoint(parts):
+        lengths.append(sizes.decoder_prompt + sizes.pair_tokens)
+    if max(lengths) >= limit:
+        raise InterlaceError(
+            f"requests of {max(lengths)} tokens do not fit into {limit}, which is the model's limit"
+            " or --max-model-len: choose shorter --prompt-tokens or --new, other parts, or another"
+            " model."
         )
-        rows, checks = await overlap(bench, prefix_tokens, new, repeats)
-    shape = {"prompt_tokens": prefix_tokens, "new": list(new), "repeats": repeats}
-    settings = prepared.settings.facts() | {"dtype": prepared.dtype} | shape
-    return Report("overlap", settings, prepared.machine, rows, checks)
+    if sizes.prompt_tokens % BLOCK_SIZE:
+        raise InterlaceError(
+            f"{sizes.prompt_tokens} tokens are no whole number of blocks of {BLOCK_SIZE}, and only"
+            " whole blocks are stored: choose such --prompt-tokens."
+        )
 
 
-def _token_bytes(prepared: Prepared) -> int:
-    """KV of one token."""
-    a = prepared.loaded.architecture
-    itemsize = prepared.loaded.decoder.dtype.itemsize
-    return 2 * a.num_layers * a.num_kv_heads * a.head_dim * itemsize
+@contextmanager
+def _named(part: Part) -> Iterator[None]:
+    try:
+        yield
+    except InterlaceError as error:
+        if type(error) is not InterlaceError:  # it says itself what it is about
+            raise
+        raise InterlaceError(f"{part}: {error}") from error
 
 
-def _config(prepared: Prepared, mode: str, longest: int, token_bytes: int) -> EngineConfig:
-    from interlace import EngineConfig, KVTransferConfig
-
-    settings = prepared.settings
-    return EngineConfig(
-        model=settings.model,
-        device=settings.device,
-        dtype=settings.dtype,
-        skip_tokenizer_init=True,
-        max_model_len=settings.max_model_len,
-        max_num_batched_tokens=settings.max_num_batched_tokens,
-        cudagraph_mode=settings.cudagraph_mode,
-        block_size=BLOCK_SIZE,
-        num_gpu_blocks_override=1 + POOL_FACTOR * -(-longest // BLOCK_SIZE),
-        kv_transfer_config=KVTransferConfig(
-            kv_connector="PipelineConnector",
-            kv_role="kv_both",
-            kv_connector_extra_config={
-                "load_mode": mode,
-                "host_bytes": RECORDS_FACTOR * longest * token_bytes,
-            },
+def merged(reports: Sequence[Report]) -> Report:
+    """All parts as one, at least one; each row and check says of which part it is."""
+    replace, first = dataclasses.replace, reports[0]
+    names = [report.benchmark.removeprefix("overlap: ") for report in reports]
+    named = list(zip(names, reports, strict=True))
+    return replace(
+        first,
+        benchmark="overlap",
+        rows=tuple(replace(r, case=f"{name}: {r.case}") for name, one in named for r in one.rows),
+        checks=tuple(
+            replace(c, name=f"{name}: {c.name}") for name, one in named for c in one.checks
         ),
     )

@@ -1,0 +1,130 @@
+"""PipelineConnector with a meter, whose load mode can be changed from request to request.
+
+So one engine, with one pool and one set of graphs, stands for an engine of each mode. The meter is
+an entry of `kv_connector_extra_config`; engines find the class by `kv_connector_module_path`.
+Nothing else is changed: a request takes the way that `load_mode` would have forced.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+
+from interlace.bench.overlap.meter import Meter
+from interlace.connectors.pipeline.messages import PipelineHandshake, PipelineMetadata
+from interlace.connectors.pipeline.options import PipelineOptions
+from interlace.connectors.pipeline.worker import PipelineWorker
+from interlace.connectors.pipeline_connector import PipelineConnector
+from interlace.engine.config import EngineConfig
+from interlace.engine.errors import ConfigError
+from interlace.engine.kv_connector import (
+    KVCacheConfig,
+    KVConnectorHandshakeMetadata,
+    KVConnectorRole,
+)
+from interlace.engine.ports import Lanes
+from interlace.engine.request import Request
+
+METER = "meter"
+"""Key of the meter among the connector's options."""
+
+
+class MeteredPipelineConnector(PipelineConnector):
+    """See the module's docstring."""
+
+    def __init__(
+        self,
+        vllm_config: EngineConfig,
+        role: KVConnectorRole,
+        kv_cache_config: KVCacheConfig | None = None,
+    ) -> None:
+        """Raises: `ConfigError`, also if there is no meter."""
+        self._meter, config = _split(vllm_config)
+        super().__init__(config, role, kv_cache_config)
+
+    def _make_worker_side(self) -> None:
+        self._worker_side = MeteredWorker(self.options, self.lanes, self._meter)
+
+    def set_xfer_handshake_metadata(
+        self, metadata: dict[int, KVConnectorHandshakeMetadata]
+    ) -> None:
+        """As in `PipelineConnector`; the measured rate goes to the meter."""
+        super().set_xfer_handshake_metadata(metadata)
+        handshake = metadata.get(0)
+        if isinstance(handshake, PipelineHandshake):
+            self._meter.link_bytes_per_s = handshake.load_bytes_per_s
+
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        """As if the connector had been made with the load mode that the meter says now."""
+        side = self._scheduler
+        if side._settings.load_mode != self._meter.load_mode:
+            side._settings = dataclasses.replace(side._settings, load_mode=self._meter.load_mode)
+        return super().get_num_new_matched_tokens(request, num_computed_tokens)
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        """As in `PipelineConnector`; by now the step's sampling was queued."""
+        if isinstance(self._worker_side, MeteredWorker):
+            self._worker_side.note_sampled()
+        return super().get_finished(finished_req_ids)
+
+
+class MeteredWorker(PipelineWorker):
+    """Tells a meter what it begins. Device thread."""
+
+    def __init__(self, options: PipelineOptions, lanes: Lanes, meter: Meter) -> None:
+        super().__init__(options, lanes)
+        self._meter = meter
+        self._has_queued = False  # a forward, in this step
+
+    def start(self, metadata: PipelineMetadata) -> None:
+        """As in `PipelineWorker`; loads are timed and noted."""
+        meter = self._meter
+        if not meter.is_on:
+            super().start(metadata)
+            return
+        meter.use(self._open.pipeline.watch)
+        if metadata.loads or metadata.num_tokens:
+            meter.note_begin()
+        known = (len(self._step_loads), len(self._bulk_loads))
+        began = time.perf_counter()
+        super().start(metadata)
+        submit_s = time.perf_counter() - began
+        for step_load in self._step_loads[known[0] :]:
+            num_runs = sum(len(load.runs) for load in step_load.loads)
+            meter.note_load(
+                step_load.pipelined, is_within=True, num_runs=num_runs, submit_s=submit_s
+            )
+        for bulk_load in self._bulk_loads[known[1] :]:
+            if bulk_load.transfer is not None:
+                num_runs = len(bulk_load.load.runs)
+                meter.note_load(
+                    bulk_load.transfer, is_within=False, num_runs=num_runs, submit_s=submit_s
+                )
+
+    def finish_forward(self) -> None:
+        """As in `PipelineWorker`."""
+        super().finish_forward()
+        self._has_queued = True
+
+    def note_sampled(self) -> None:
+        """The step's sampling was queued, if it has a forward."""
+        has_queued, self._has_queued = self._has_queued, False
+        if has_queued and self._meter.is_on:
+            self._meter.note_end()
+
+
+def _split(config: EngineConfig) -> tuple[Meter, EngineConfig]:
+    """The meter, and the configuration without it. Raises: `ConfigError`."""
+    transfer = config.kv_transfer_config
+    options = {} if transfer is None else dict(transfer.kv_connector_extra_config)
+    meter = options.pop(METER, None)
+    if transfer is None or not isinstance(meter, Meter):
+        raise ConfigError(
+            f"MeteredPipelineConnector needs a Meter as kv_connector_extra_config[{METER!r}]: it is"
+            " for `interlace bench overlap`; use PipelineConnector elsewhere."
+        )
+    return meter, config.with_connector(
+        dataclasses.replace(transfer, kv_connector_extra_config=options)
+    )

@@ -1,0 +1,166 @@
+"""The engines of `interlace bench overlap`: over one loaded model, each opened once, when it is
+first asked for."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from typing import TYPE_CHECKING
+
+from interlace.bench.engine_arm import EngineArm, TokenEngine
+from interlace.bench.overlap.connector import METER, MeteredPipelineConnector
+from interlace.bench.overlap.meter import Meter
+from interlace.bench.overlap.sizes import BLOCK_SIZE, Sizes, blocks_for
+from interlace.bench.session import Prepared
+from interlace.engine.ports import Clock, Progress
+
+if TYPE_CHECKING:
+    from interlace.engine.config import EngineConfig, KVTransferConfig
+
+FEWEST_SEQS = 8
+"""Each engine captures graphs for batches up to its largest, so that is kept small."""
+
+
+class Kind(enum.Enum):
+    """Engines differ in their connector alone."""
+
+    PIPELINE = "loads and saves"
+    """With a meter, and any load mode."""
+    CONSUMER = "loads, saves nothing"
+    NONE = "no connector"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class OpenEngine:
+    """One of them."""
+
+    engine: TokenEngine
+    arm: EngineArm
+    meter: Meter
+    """Of the connector, if the engine is of the kind `PIPELINE`."""
+
+
+OpenKind = Callable[[Kind], AbstractAsyncContextManager[OpenEngine]]
+
+
+class Engines:
+    """Opens what is asked for, and keeps it open until its own context ends."""
+
+    def __init__(self, stack: AsyncExitStack, open_kind: OpenKind) -> None:
+        """`stack` ends them, newest first."""
+        self._stack = stack
+        self._open_kind = open_kind
+        self._opened: dict[Kind, OpenEngine] = {}
+
+    async def get(self, kind: Kind) -> OpenEngine:
+        """The engine of that kind. Raises: what opening it raises. Cancelling leaves none half
+        open."""
+        found = self._opened.get(kind)
+        if found is None:
+            found = await self._stack.enter_async_context(self._open_kind(kind))
+            self._opened[kind] = found
+        return found
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Room:
+    """What the parts that will run need of each engine."""
+
+    pool_tokens: int
+    record_tokens: int
+    only_decodes: bool
+    """Then no graphs but those of decodes are captured."""
+
+    @classmethod
+    def of(cls, sizes: Sizes, *, has_crowd: bool, only_decodes: bool) -> Room:
+        """For work of these sizes."""
+        return cls(
+            sizes.pool_tokens(has_crowd=has_crowd),
+            sizes.record_tokens(has_crowd=has_crowd),
+            only_decodes,
+        )
+
+
+def engine_config(
+    prepared: Prepared, kind: Kind, sizes: Sizes, room: Room, meter: Meter
+) -> EngineConfig:
+    """Of an engine of that kind. Raises: `ConfigError`."""
+    from interlace import EngineConfig
+
+    settings = prepared.settings
+    graph_mode = settings.cudagraph_mode
+    if graph_mode is None and room.only_decodes and settings.device == "cuda":
+        graph_mode = "FULL_DECODE_ONLY"
+    return EngineConfig(
+        model=settings.model,
+        device=settings.device,
+        dtype=settings.dtype,
+        skip_tokenizer_init=True,
+        max_model_len=settings.max_model_len,
+        max_num_seqs=max(FEWEST_SEQS, sizes.num_decoders + sizes.num_decoders // 4),
+        max_num_batched_tokens=settings.max_num_batched_tokens,
+        cudagraph_mode=graph_mode,
+        block_size=BLOCK_SIZE,
+        num_gpu_blocks_override=1 + blocks_for(room.pool_tokens),
+        kv_transfer_config=_connector(kind, sizes, room, token_bytes(prepared), meter),
+    )
+
+
+def _connector(
+    kind: Kind, sizes: Sizes, room: Room, token_bytes: int, meter: Meter
+) -> KVTransferConfig | None:
+    from interlace import KVTransferConfig
+
+    match kind:
+        case Kind.PIPELINE:
+            return KVTransferConfig(
+                kv_connector=MeteredPipelineConnector.__name__,
+                kv_connector_module_path=MeteredPipelineConnector.__module__,
+                kv_role="kv_both",
+                kv_connector_extra_config={
+                    "host_bytes": room.record_tokens * token_bytes,
+                    METER: meter,
+                },
+            )
+        case Kind.CONSUMER:
+            return consumer_config(sizes.longest * token_bytes)
+        case Kind.NONE:
+            return None
+
+
+def consumer_config(host_bytes: int) -> KVTransferConfig:
+    """PipelineConnector as it comes, saving off."""
+    from interlace import KVTransferConfig
+
+    return KVTransferConfig(
+        kv_connector="PipelineConnector",
+        kv_role="kv_consumer",
+        kv_connector_extra_config={"host_bytes": host_bytes},
+    )
+
+
+def token_bytes(prepared: Prepared) -> int:
+    """KV of one token."""
+    a = prepared.loaded.architecture
+    itemsize = prepared.loaded.decoder.dtype.itemsize
+    return 2 * a.num_layers * a.num_kv_heads * a.head_dim * itemsize
+
+
+def opener(
+    prepared: Prepared, sizes: Sizes, room: Room, clock: Clock, progress: Progress
+) -> OpenKind:
+    """What opens engines over the loaded model."""
+    from interlace import AsyncEngine
+
+    @asynccontextmanager
+    async def open_kind(kind: Kind) -> AsyncIterator[OpenEngine]:
+        meter = Meter()
+        config = engine_config(prepared, kind, sizes, room, meter)
+        async with AsyncEngine.from_loaded(
+            config, prepared.loaded, device=prepared.device, progress=progress, clock=clock
+        ) as engine:
+            yield OpenEngine(engine, EngineArm(engine, clock, kind.value), meter)
+
+    return open_kind

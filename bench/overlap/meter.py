@@ -1,0 +1,122 @@
+"""What PipelineConnector does for one request: noted on the device thread, read when it is done.
+
+Switched off, it costs a comparison a step.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any, NamedTuple, Protocol
+
+from interlace.connectors.pipeline.options import LoadMode
+from interlace.connectors.pipeline.worker_times import Stopwatch, TransferStats
+
+MOST_LOADS = 64
+"""Kept of one request: older ones are forgotten."""
+
+
+class LoadTimes(NamedTuple):
+    """One load."""
+
+    is_within: bool
+    """Within a step, layer by layer; else beside the steps."""
+    num_bytes: int
+    seconds: float
+    """From its first copy to its last one, on its lane."""
+    submit_s: float
+    """Host time of the hook that begins it."""
+    num_copies: int
+    num_runs: int
+    """Of neighbours, in each layer."""
+
+
+class Metered(NamedTuple):
+    """One request, or several."""
+
+    device_s: float | None
+    """From what was queued for it first, a load or a forward, to its sampled token; None if no
+    forward ran."""
+    loads: tuple[LoadTimes, ...]
+
+
+class Transfer(Protocol):
+    """The part of `PipelinedLoad` and `FedTransfer` that is read."""
+
+    @property
+    def stats(self) -> TransferStats:
+        """What was copied so far."""
+        ...
+
+
+class _Noted(NamedTuple):
+    transfer: Transfer
+    is_within: bool
+    num_runs: int
+    submit_s: float
+
+
+class Meter:
+    """Shared by the benchmark and both sides of one connector."""
+
+    def __init__(self, load_mode: LoadMode = "auto") -> None:
+        self.load_mode: LoadMode = load_mode
+        """Of requests that are matched from now on. Event loop."""
+        self.link_bytes_per_s = 0.0
+        """Of one long copy, as the connector measured it when it was made; 0 if it did not."""
+        self.is_on = False
+        self._watch: Stopwatch | None = None
+        self._begin: Any = None
+        self._end: Any = None
+        self._noted: deque[_Noted] = deque(maxlen=MOST_LOADS)
+
+    # All that follows is for the device thread.
+
+    def use(self, watch: Stopwatch) -> None:
+        """Mark moments with this."""
+        self._watch = watch
+
+    def begin(self) -> None:
+        """Note what happens from now on."""
+        self.is_on = True
+        self._begin = self._end = None
+        self._noted.clear()
+
+    def note_begin(self) -> None:
+        """A load or a forward is about to be queued; what comes later changes nothing."""
+        if self._begin is None and self._watch is not None:
+            self._begin = self._watch.mark()
+
+    def note_load(
+        self, transfer: Transfer, *, is_within: bool, num_runs: int, submit_s: float
+    ) -> None:
+        """A load was queued."""
+        self._noted.append(_Noted(transfer, is_within, num_runs, submit_s))
+
+    def note_end(self) -> None:
+        """A forward was queued, with its sampling."""
+        if self._watch is not None:
+            self._end = self._watch.mark()
+
+    def take(self) -> Metered:
+        """What was noted, of work that has ended; notes nothing more."""
+        self.is_on = False
+        device_s = None
+        if self._watch is not None and self._begin is not None and self._end is not None:
+            device_s = self._watch.seconds(self._begin, self._end)
+        noted = [(one, one.transfer.stats) for one in self._noted]
+        self._noted.clear()
+        return Metered(
+            device_s,
+            tuple(
+                LoadTimes(
+                    one.is_within,
+                    stats.num_bytes,
+                    stats.seconds,
+                    one.submit_s,
+                    stats.num_copies,
+                    one.num_runs,
+                )
+                for one, stats in noted
+                if stats.seconds is not None
+            ),
+        )

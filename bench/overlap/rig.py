@@ -1,0 +1,57 @@
+"""What the parts of `interlace bench overlap` are run with."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from interlace.bench.apparatus import Outcome
+from interlace.bench.bars import NO_OVERLAP_BARS, OverlapBars
+from interlace.bench.overlap.arms import MeteredArm
+from interlace.bench.overlap.engines import Engines, Kind
+from interlace.bench.overlap.sizes import Sizes
+from interlace.bench.report import Check
+from interlace.bench.session import Prepared
+from interlace.bench.workload import Work, WorkSource
+from interlace.engine.ports import Clock, Progress
+
+__all__ = ["Outcome", "Rig", "Setting", "judged"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Setting:
+    """What feeds, shows and judges a part. Knows no engine."""
+
+    source: WorkSource
+    progress: Progress
+    sizes: Sizes
+    bars: OverlapBars = NO_OVERLAP_BARS
+    token_bytes: int = 0
+    """KV of one token."""
+
+    def work(self, prompt_tokens: int) -> Work:
+        """One new prompt, of which one token is asked for."""
+        return self.source.make(1, prompt_tokens, 1)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Rig:
+    """A setting, and what is measured in it."""
+
+    setting: Setting
+    engines: Engines
+    prepared: Prepared
+    clock: Clock
+
+    async def hit_arm(self) -> MeteredArm:
+        """The engine that loads and saves, for one request at a time."""
+        opened = await self.engines.get(Kind.PIPELINE)
+        return MeteredArm(opened.arm, opened.meter, self.prepared.device)
+
+
+def judged(
+    name: str, value: float, *, at_least: float | None = None, at_most: float | None = None
+) -> tuple[Check, ...]:
+    """A check, or none where there is no bar."""
+    if at_least is None and at_most is None:
+        return ()
+    return (Check(name, value, at_least=at_least, at_most=at_most),)

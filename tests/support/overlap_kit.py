@@ -1,0 +1,100 @@
+"""An arm of a known speed that stores prefixes, and settings for `interlace bench overlap`."""
+
+from __future__ import annotations
+
+from bench_kit import CountingProgress
+
+from interlace.bench.bars import NO_OVERLAP_BARS, OverlapBars
+from interlace.bench.overlap.arms import Hit
+from interlace.bench.overlap.meter import LoadTimes
+from interlace.bench.overlap.rig import Setting
+from interlace.bench.overlap.sizes import Sizes
+from interlace.bench.timeline import Sample
+from interlace.bench.workload import Work, WorkSource
+from interlace.connectors.pipeline.options import LoadMode
+
+LOAD_S = 0.020
+TOKEN_S = 0.001
+HOST_S = 0.002
+PREFIX = 32
+TOKEN_BYTES = 1_000_000
+
+SMALL = Sizes(
+    128,
+    (16, 3),
+    1,
+    most_new=32,
+    num_decoders=2,
+    decoder_prompt=16,
+    decoder_tokens=400,
+    settle_steps=2,
+    short_hit=64,
+    hits_a_round=1,
+    beside_loads=2,
+    arrivals=2,
+    arrivals_per_s=20.0,
+    pair_tokens=5,
+    host_steps=10,
+    lives=20,
+)
+"""For a tiny model on a CPU: every part takes about a second, or less."""
+
+
+class StoringArm:
+    """Computes a token in a millisecond, and loads a prefix of 32 tokens, if it has stored it, in
+    20; the host adds two to each request. A hybrid load takes as long as one in bulk."""
+
+    link_bytes_per_s = 2.0 * PREFIX * TOKEN_BYTES / LOAD_S
+
+    def __init__(
+        self, *, stores: bool = True, auto: LoadMode = "layerwise", load_s: float = LOAD_S
+    ) -> None:
+        self._stores = stores
+        self._auto = auto
+        self._load_s = load_s
+        self._stored: set[tuple[int, ...]] = set()
+        self._cached: set[tuple[int, ...]] = set()
+        self.runs: list[tuple[LoadMode, int]] = []
+
+    def forget(self) -> None:
+        self._cached.clear()
+
+    async def run(self, work: Work, mode: LoadMode = "auto") -> Hit:
+        (prompt,) = work.prompts
+        self.runs.append((mode, len(prompt)))
+        way = self._auto if mode == "auto" else mode
+        prefix = prompt[:PREFIX]
+        cached = PREFIX if prefix in self._cached else 0
+        may_load = not cached and prefix in self._stored and way != "recompute"
+        loaded = PREFIX if may_load else 0
+        compute_s = TOKEN_S * (len(prompt) - cached - loaded)
+        load_s = self._load_s if loaded else 0.0
+        device_s = max(compute_s, load_s) if way == "layerwise" else compute_s + load_s
+        self._cached.add(prefix)
+        if self._stores:
+            self._stored.add(prefix)
+        sample = Sample(
+            1,
+            len(prompt),
+            device_s + HOST_S,
+            0.0,
+            0,
+            0,
+            cached_tokens=cached,
+            loaded_tokens=loaded,
+        )
+        load = LoadTimes(way == "layerwise", loaded * TOKEN_BYTES, load_s, 0.0005, 4, 2)
+        return Hit(sample, device_s, (load,) if loaded else ())
+
+
+def setting(
+    *, bars: OverlapBars = NO_OVERLAP_BARS, new: tuple[int, ...] = (10, 30), repeats: int = 3
+) -> Setting:
+    """For `StoringArm`."""
+    return Setting(
+        WorkSource(vocab_size=1000, seed=1),
+        CountingProgress(),
+        Sizes(PREFIX, new, repeats),
+        bars,
+        TOKEN_BYTES,
+    )
