@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from interlace.bench.step_trace import Part, Piece, Span, StepTrace, TraceFacts
 from interlace.bench.step_trace_intervals import Interval
+from interlace.connectors.pipeline.layer_groups import LayerGroups
 from interlace.engine.errors import InterlaceError
 
 
@@ -92,7 +93,7 @@ def _compute_spans(marks: StepMarks, group_size: int, zero: int) -> Iterator[Spa
 def _wait(marks: StepMarks, layer: int, group_size: int, zero: int) -> Interval | None:
     """While computing stood at the layer's gate and its group was not loaded. What may come between
     the gate's opening and the next kernel is no wait, but a host that is late."""
-    last_of_group = min(layer // group_size * group_size + group_size, len(marks.loads)) - 1
+    last_of_group = LayerGroups(len(marks.loads), group_size).last_beside(layer)
     reached, passed = marks.gates[layer]
     opened = min(passed, marks.loads[last_of_group].end_ns)
     return Interval(reached - zero, opened - zero) if opened > reached else None

@@ -17,6 +17,10 @@ class LayerGroups:
         self.group_of = tuple(group for group, layers in enumerate(self.ranges) for _ in layers)
         """Of each layer."""
 
+    def last_beside(self, layer: int) -> int:
+        """The last layer that has come when the gate of this one opens."""
+        return self.ranges[self.group_of[layer]][-1]
+
     @property
     def num_layers(self) -> int:
         """Layers in all groups."""

@@ -41,32 +41,34 @@ def test_short_gaps_are_closed_on_request() -> None:
 
 
 def test_a_layer_waits_for_its_group_and_goes_on_to_the_next_gate() -> None:
-    trace = a_trace(4, group_size=2, load_us=100, compute_us=30)
-    embed, first, second, third, fourth, head = trace.compute
+    """The first layer and the last one are groups of their own; so layers 2 and 3 are one."""
+    trace = a_trace(6, group_size=2, load_us=100, compute_us=30)
+    embed, first, second, third, fourth, fifth, last, head = trace.compute
     assert (embed.begin_ns, embed.end_ns) == (10 * US, 30 * US)
-    assert first.wait == Interval(30 * US, 200 * US)
-    assert (first.begin_ns, first.end_ns) == (30 * US, 231 * US)
-    assert second.wait is None
-    assert third.wait == Interval(261 * US, 400 * US)
+    assert first.wait == Interval(30 * US, 100 * US)
+    assert (first.begin_ns, first.end_ns) == (30 * US, 131 * US)
+    assert second.wait == Interval(131 * US, 200 * US)
+    assert third.wait == Interval(231 * US, 400 * US)
     assert fourth.wait is None
-    assert head.begin_ns == fourth.end_ns
-    assert [span.label for span in trace.load] == ["0", "1", "2", "3"]
-    assert trace.end_ns == head.end_ns == (461 + 30) * US
+    assert fifth.wait == Interval(461 * US, 500 * US)
+    assert head.begin_ns == last.end_ns
+    assert [span.label for span in trace.load] == ["0", "1", "2", "3", "4", "5"]
+    assert trace.end_ns == head.end_ns == (631 + 30) * US
 
 
 def test_figures() -> None:
-    found = figures_of(a_trace(4, group_size=2, load_us=100, compute_us=30))
-    assert found.total_s == pytest.approx(491e-6)
-    assert found.load_s == pytest.approx(400e-6)
-    assert found.load_gb_per_s == pytest.approx(32_000 / 400e-6 / 1e9)
-    # embed, layers 0 and 1 and what comes before layer 2; the rest of computing is behind the load
-    assert found.both_s == pytest.approx((20 + 61) * 1e-6)
-    assert found.hidden_share == pytest.approx(81 / 400)
-    assert found.wait_s == pytest.approx((170 + 139) * 1e-6)
-    assert found.num_waits == 2
+    found = figures_of(a_trace(6, group_size=2, load_us=100, compute_us=30))
+    assert found.total_s == pytest.approx(661e-6)
+    assert found.load_s == pytest.approx(600e-6)
+    assert found.load_gb_per_s == pytest.approx(48_000 / 600e-6 / 1e9)
+    # embed and all layers but the last one, which comes behind the load
+    assert found.both_s == pytest.approx((20 + 4 * 31 + 30) * 1e-6)
+    assert found.hidden_share == pytest.approx(174 / 600)
+    assert found.wait_s == pytest.approx((70 + 69 + 169 + 39 + 69) * 1e-6)
+    assert found.num_waits == 5
     assert found.longest_wait is not None
-    assert found.longest_wait[0] == 0
-    assert found.longest_wait[1] == pytest.approx(170e-6)
+    assert found.longest_wait[0] == 2
+    assert found.longest_wait[1] == pytest.approx(169e-6)
 
 
 def test_a_load_that_is_early_costs_no_wait() -> None:

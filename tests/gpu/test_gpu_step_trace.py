@@ -24,6 +24,7 @@ from interlace.bench.step_trace_file import read_file, to_json
 from interlace.bench.step_trace_parse import from_json
 from interlace.bench.step_trace_session import record_timeline
 from interlace.bench.step_trace_setup import TimelinePlan
+from interlace.connectors.pipeline.layer_groups import LayerGroups
 from interlace.engine.clock import MonotonicClock
 from interlace.layers.checkpoint.loading import Silent
 
@@ -78,7 +79,7 @@ def check_lanes(trace: StepTrace) -> None:
     assert names[0] == names[1] == names[2], "layers are alike"
     assert trace.compute[-1].pieces[0].name == NORM_KERNEL, "the head begins with the last norm"
     for layer, span in enumerate(layers):
-        last = min((layer // trace.facts.group_size + 1) * trace.facts.group_size, NUM_LAYERS) - 1
+        last = LayerGroups(NUM_LAYERS, trace.facts.group_size).last_beside(layer)
         assert span.pieces[0].begin_ns > trace.load[last].end_ns - SLACK_NS
 
 

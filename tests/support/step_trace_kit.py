@@ -6,6 +6,7 @@ from interlace.bench.step_trace import StepTrace, TraceFacts
 from interlace.bench.step_trace_build import LayerLoad, StepMarks, build_trace
 from interlace.bench.step_trace_device import DeviceEvent, LoadShape
 from interlace.bench.step_trace_intervals import Interval
+from interlace.connectors.pipeline.layer_groups import LayerGroups
 
 US = 1000
 SHAPE = LoadShape(num_layers=4, page_bytes=1000, layer_bytes=8000)
@@ -44,8 +45,9 @@ def steady_marks(
     begin = origin_us + 10
     reached = begin + 20
     gates = []
+    groups = LayerGroups(num_layers, group_size)
     for layer in range(num_layers):
-        last = min((layer // group_size + 1) * group_size, num_layers) - 1
+        last = groups.last_beside(layer)
         passed = max(reached, loads[last].end_ns // US + 1)
         gates.append(Interval(reached * US, passed * US))
         reached = passed + compute_us
