@@ -41,27 +41,30 @@ class _Window(NamedTuple):
 class Cycle:
     """Long prompts in host memory, the least recently used one next."""
 
-    def __init__(self, prefixes: list[Work]) -> None:
-        self._endless: Iterator[Work] = itertools.cycle(prefixes)
-        self.newest = prefixes[-1]
+    def __init__(self, opened: OpenEngine, setting: Setting) -> None:
+        """Nothing is stored yet."""
+        sizes = setting.sizes
+        self._opened = opened
+        self._setting = setting
+        self._prefixes = [setting.work(sizes.prompt_tokens) for _ in range(sizes.num_cycled)]
+        self._endless: Iterator[Work] = itertools.cycle(self._prefixes)
+        self.newest = self._prefixes[-1]
         """The one that was used last."""
+
+    async def store(self) -> None:
+        """Let all of them lie in host memory, as what was used last, and nothing on the device.
+
+        Computes what is not stored. Cancelling stops after the prompt in progress.
+        """
+        self._opened.meter.load_mode = "bulk"
+        for prefix in self._prefixes:
+            await self._opened.arm.run(behind(prefix, self._setting.source, 1))
+        self._opened.arm.forget()
 
     def next(self) -> Work:
         """The next one."""
         self.newest = next(self._endless)
         return self.newest
-
-
-async def stored_cycle(opened: OpenEngine, setting: Setting, title: str) -> Cycle:
-    """Compute, and so store, as many prompts as it takes. Cancelling stops after one of them."""
-    sizes = setting.sizes
-    prefixes = [setting.work(sizes.prompt_tokens) for _ in range(sizes.num_cycled)]
-    with setting.progress.task(f"{title}: storing prompts", len(prefixes)) as advance:
-        for prefix in prefixes:
-            await opened.arm.run(prefix)
-            advance(1)
-    opened.arm.forget()
-    return Cycle(prefixes)
 
 
 async def beside(rig: Rig) -> Outcome:
@@ -72,13 +75,13 @@ async def beside(rig: Rig) -> Outcome:
     """
     setting, sizes = rig.setting, rig.setting.sizes
     opened = await rig.engines.get(Kind.PIPELINE)
-    cycle = await stored_cycle(opened, setting, "beside")
+    cycle = Cycle(opened, setting)
     loaded: list[_Window] = []
     cached: list[_Window] = []
     crowd_work, pace_s = decoders(setting), 0.0
     with setting.progress.task("beside", sizes.repeats + 1) as advance:
         for number in range(sizes.repeats + 1):
-            opened.meter.load_mode = "bulk"
+            await cycle.store()
             async with crowd_of(opened.engine, rig.clock, crowd_work) as crowd:
                 await crowd.steps(sizes.settle_steps)
                 for is_loaded in (True, False) if number % 2 == 0 else (False, True):

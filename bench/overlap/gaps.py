@@ -9,7 +9,7 @@ import statistics
 from typing import NamedTuple
 
 from interlace.bench.overlap.arms import behind
-from interlace.bench.overlap.beside import P99, Cycle, stored_cycle
+from interlace.bench.overlap.beside import P99, Cycle
 from interlace.bench.overlap.crowd import Answer, Crowd, crowd_of, percentile
 from interlace.bench.overlap.engines import Kind
 from interlace.bench.overlap.mixed import decoders
@@ -40,11 +40,12 @@ async def gaps(rig: Rig) -> Outcome:
     """
     setting, sizes = rig.setting, rig.setting.sizes
     opened = await rig.engines.get(Kind.PIPELINE)
-    cycle = await stored_cycle(opened, setting, "gaps")
+    cycle = Cycle(opened, setting)
     windows: list[_Window] = []
     crowd_work = decoders(setting)
     with setting.progress.task("gaps", sizes.repeats + 1) as advance:
         for number in range(sizes.repeats + 1):
+            await cycle.store()
             opened.meter.load_mode = "auto"
             async with crowd_of(opened.engine, rig.clock, crowd_work) as crowd:
                 await crowd.steps(sizes.settle_steps)

@@ -14,7 +14,7 @@ from interlace.bench.timeline import Sample
 from interlace.bench.workload import Work
 from interlace.engine.ports import Progress
 
-LEAST, MOST = 2, 6
+LEAST, MOST = 2, 4
 """Pairs for each of the repeats asked for; even, since either order is as frequent then."""
 ENOUGH = 0.01
 """The bar where there is none, to tell what noise is small."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from interlace.bench.bars import NO_BARS, bars_for
+from interlace.bench.bars import NO_BARS, NO_OVERLAP_BARS, bars_for
 
 H200 = "NVIDIA H200"
 
@@ -29,6 +29,22 @@ def test_other_work_has_no_bar() -> None:
     assert bars.prefill(2, 8192) is None
     assert bars.prefill(1, 4096) is None
     assert bars.hit(4096, 16) is None
+
+
+@pytest.mark.parametrize("model", ["dummy:llama-3.1-8b", "dummy:qwen3-0.6b"])
+def test_loads(model: str) -> None:
+    bars = bars_for(H200, model, "bfloat16")
+    asked = bars.overlapping(8192, 32)
+    assert (asked.hidden, asked.mixed, asked.mode_worst) == (0.93, 1.05, 1.15)
+    for other in (bars.overlapping(4096, 32), bars.overlapping(8192, 8)):
+        assert other is NO_OVERLAP_BARS
+        assert other.hidden is None
+
+
+def test_first_tokens_behind_loads() -> None:
+    asked = bars_for(H200, "dummy:llama-3.1-8b", "bfloat16").overlapping(8192, 32)
+    assert asked.first_token_ms == {16: 23, 128: 24, 688: 30, 1984: 68}
+    assert asked.hidden_new == {688}
 
 
 @pytest.mark.parametrize(
