@@ -36,7 +36,7 @@ class _Window(NamedTuple):
 async def gaps(rig: Rig) -> Outcome:
     """Rounds of a few hits each, over a crowd of its own.
 
-    Raises: `InterlaceError` if nothing was loaded. Cancelling ends all requests.
+    Raises: `InterlaceError` if a hit had nothing to load. Cancelling ends all requests.
     """
     setting, sizes = rig.setting, rig.setting.sizes
     opened = await rig.engines.get(Kind.PIPELINE)
@@ -75,10 +75,10 @@ async def _window(crowd: Crowd, setting: Setting, cycle: Cycle) -> _Window:
 
 def _outcome(setting: Setting, windows: list[_Window]) -> Outcome:
     answers = [answer for window in windows for answer in window.answers]
-    if not any(answer.loaded_tokens for answer in answers):
+    if any(2 * answer.cached_tokens > setting.sizes.prompt_tokens for answer in answers):
         raise InterlaceError(
-            "none of the hits was loaded: the prompts are on the device still, or computing them"
-            " is sooner here. Choose longer prompts, or leave the part gaps out."
+            "a prompt was on the device still, so that there was nothing to choose: use a longer"
+            " --prompt-tokens, or leave the part gaps out."
         )
     worst = percentile([gap for window in windows for gap in window.gaps], P99) * 1e3
     step = Spread.of(window.step_s * 1e3 for window in windows)
