@@ -16,11 +16,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from interlace.layers.attention import SequenceChunk, slots_of
+from interlace.layers.kernels.host_copies import read_words
 
 IntArray = NDArray[np.int64]
 Bytes = NDArray[np.uint8]
 NO_SLOT = -1
 """The slot of a padding token: written nowhere."""
+MOST_COPIED_BYTES = 16 << 10
+"""By the copy engine: so small a copy goes by those that are under way (93 us), where a kernel that
+reads the host's memory takes longer (210). A larger one would wait for all that is queued."""
 
 
 class StepSize(NamedTuple):
@@ -213,6 +217,7 @@ class InputBuffer:
         self.most_additions = most_additions
         self.is_on_gpu = device.type == "cuda"
         num_bytes = _aligned(StepInputs.num_bytes(largest)) + Additions.num_bytes(most_additions)
+        num_bytes = _aligned(num_bytes)
         self._device = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
         self._hosts = [
             torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=self.is_on_gpu)
@@ -232,6 +237,9 @@ class InputBuffer:
             functools.lru_cache(64)(functools.partial(_first, buffer))
             for buffer in (*self._hosts, self._device)
         ]
+        self._words = [buffer.view(torch.int32) for buffer in (*self._hosts, self._device)]
+        if self.is_on_gpu:
+            read_words(self._words[0], self._words[-1], 1)  # compiled now, not in a step
         self._added = functools.lru_cache(64)(functools.partial(_added, self._device))
 
     def upload(
@@ -254,7 +262,10 @@ class InputBuffer:
         fill(self._host_views[turn](size), items, block_size, nobody)
         if count:
             Additions.fill(self._host_bytes[turn][begin:], count, places, block_ids)
-        self._first[-1](end).copy_(self._first[turn](end), non_blocking=True)
+        if self.is_on_gpu and end > MOST_COPIED_BYTES:
+            read_words(self._words[turn], self._words[-1], end // 4)
+        else:
+            self._first[-1](end).copy_(self._first[turn](end), non_blocking=True)
         self._note_read()
         return self.views(size), self._added(begin, count) if count else None
 
