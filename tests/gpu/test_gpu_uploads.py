@@ -25,7 +25,7 @@ def test_an_upload_does_not_wait_for_copies_on_another_stream(num_tokens: int) -
     buffer = InputBuffer(StepSize(MOST_TOKENS, 1), MOST_ADDITIONS, device)
     host = torch.empty(COPY_BYTES, dtype=torch.uint8, pin_memory=True)
     pages = torch.empty(COPY_BYTES, dtype=torch.uint8, device=device)
-    beside = torch.cuda.Stream(device)
+    beside = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     known = np.arange(num_tokens, dtype=np.int64) * 7
     item = BatchItem(0, SequenceChunk(list(range(1, 513)), 0, num_tokens), known)
     places = np.arange(513), np.arange(513)
