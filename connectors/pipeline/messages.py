@@ -132,7 +132,8 @@ class PipelineReport(KVConnectorWorkerMetadata):
     loaded: frozenset[int] = frozenset()
     """Loads of any kind that read no record any more, whether they went well or not."""
     shares: tuple[ShareReport, ...] = ()
-    """Of each load from the back that is under way, or has ended with this step."""
+    """Of loads from the back: of each that has come on, and of each in `loaded` that was not lost.
+    What an ended one said with its end holds, whatever it was told since."""
     steps: tuple[StepSample, ...] = ()
     loads: tuple[LoadSample, ...] = ()
 

@@ -290,7 +290,7 @@ class PipelineScheduler:
         follow_blocks(scheduler_output, self._requests)
         for request_id in scheduler_output.preempted_req_ids & self._requests.keys():
             self._planner.fence(self._requests[request_id])
-            self._lose_load(request_id)
+            self._lose_load(self._requests[request_id])
         before = computed_before(scheduler_output)
         self._adjust_splits(scheduler_output, before)
         for request_id, num_new in scheduler_output.num_scheduled_tokens.items():
@@ -314,10 +314,10 @@ class PipelineScheduler:
             num_context_tokens=sum(before.values()),
         )
 
-    def _lose_load(self, request_id: str) -> None:
+    def _lose_load(self, tracked: Tracked) -> None:
         """The request was preempted: a load from the back ends with it."""
-        self._requests[request_id].is_loading = False
-        split = self._splits.pop(request_id, None)
+        tracked.is_loading = False
+        split = self._splits.pop(tracked.request.request_id, None)
         if split is not None and split.load_id in self._open_loads:
             self._lost_loads.add(split.load_id)
 
@@ -389,14 +389,17 @@ class PipelineScheduler:
 
         Plan nothing of a request that failed. Hold none that still loads: the end of its load
         frees its blocks, and no second report may come. Nor one without blocks: the next step may
-        hand on what a preemption took. So their saves are fenced.
+        hand on what a preemption took. So their saves are fenced, and a load from the back is lost
+        if no step has told of the preemption yet.
         """
         self._offers.pop(request.request_id, None)
         tracked = self._requests.pop(request.request_id, None)
-        split = self._splits.pop(request.request_id, None)
         if tracked is None:
             return False, None
-        if tracked.is_loading and split is not None and (share := split.cancel()) is not None:
+        if not block_ids:
+            self._lose_load(tracked)
+        split = self._splits.pop(request.request_id, None)
+        if split is not None and (share := split.cancel()) is not None:
             self._shares.append(share)
         if tracked.is_loading or not block_ids:
             self._planner.fence(tracked)

@@ -353,7 +353,7 @@ class _BulkLoad:
         return _block_ids(self.load.runs)
 
     def news(self) -> list[ShareReport]:
-        """How far a load from the back has come, if that is not what was said last."""
+        """How far a load from the back has come, if that is not what was said last, or is final."""
         share = self.load.share
         if share is None or self.is_lost:
             return []
@@ -362,7 +362,7 @@ class _BulkLoad:
             report = report._replace(
                 num_blocks=self.transfer.share, num_loaded=self.transfer.num_loaded
             )
-        if report == self._told:
+        if report == self._told and not self.is_done:
             return []
         self._told = report
         return [report]
