@@ -15,6 +15,11 @@ little is queued on the device at a time, and nothing more while a step waits fo
 and whether CUDA takes them is known then. The host never waits. **On a CPU** lanes are threads, or
 virtual: `wait` waits on the host, up to a deadline.
 
+**A lane that hangs** is given up after the deadline, and a fresh one taken: what has not begun on
+it never does, and has failed. A copy that is under way there may still write, so its blocks must
+stay what they are. Beside the steps that is so: such a load is done only when its copy returns.
+Within a step it is not, and `finish_step` raises.
+
 All methods are for the device thread.
 """
 
@@ -22,12 +27,13 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from interlace.connectors.pipeline.layer_groups import LayerGroups
 from interlace.connectors.pipeline.worker_backward import BackwardTransfer
-from interlace.connectors.pipeline.worker_feeder import Copies, FedTransfer, Feeder
+from interlace.connectors.pipeline.worker_deadlines import PatientFeeder
+from interlace.connectors.pipeline.worker_feeder import Copies, FedTransfer
 from interlace.connectors.pipeline.worker_loads import PipelinedLoad
 from interlace.connectors.pipeline.worker_times import (
     ClockStopwatch,
@@ -79,10 +85,12 @@ class LayerPipeline:
         window_bytes: int = DEFAULT_WINDOW_BYTES,
         deadline_s: float = DEFAULT_DEADLINE_S,
         watch: Stopwatch | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`group_size`: layers that share a gate, see `LayerGroups`. `window_bytes`: what bulk
         loads, and saves, have queued at most, each. `deadline_s`: how long one layer waits, where
-        the host does. `watch` is for tests: by itself it is events on a GPU, and a clock elsewhere.
+        the host does, and how long a work beside the steps may take, by `clock`. `watch` is for
+        tests: by itself it is events on a GPU, and a clock elsewhere.
 
         Raises: `ConfigError` for numbers below 1.
         """
@@ -97,15 +105,26 @@ class LayerPipeline:
         self._copies = copies.load
         self._groups = LayerGroups(copies.load.num_layers, group_size)
         self._deadline_s = deadline_s
+        self._lanes = lanes
         self._lane = lanes.lane("load")
         self._bulk, self._store = (
-            Feeder(lane, one, copy_layer, window_bytes=window_bytes, watch=self.watch)
-            for lane, one, copy_layer in (
-                (lanes.lane("bulk"), copies.bulk, copies.bulk.load),
-                (lanes.lane("store"), copies.store, copies.store.save),
+            PatientFeeder(
+                functools.partial(lanes.lane, name),
+                one,
+                copy_layer,
+                window_bytes=window_bytes,
+                watch=self.watch,
+                deadline_s=deadline_s,
+                clock=clock,
+                is_stream=is_cuda,
+            )
+            for name, one, copy_layer in (
+                ("bulk", copies.bulk, copies.bulk.load),
+                ("store", copies.store, copies.store.save),
             )
         )
         self._load: PipelinedLoad | None = None  # the newest one
+        self._may_write_late = False  # a copy of it that was given up
         self._gates = self._make_gates(lanes) if isinstance(lanes, CudaLanes) else None
 
     @classmethod
@@ -158,7 +177,7 @@ class LayerPipeline:
         try:
             self._submit_groups(load, step_id)
         except (LaneFullError, LaneClosedError) as error:
-            load.give_up(error)
+            self._give_up(load, error)
         return load
 
     def _submit_groups(self, load: PipelinedLoad, step_id: int) -> None:
@@ -186,23 +205,40 @@ class LayerPipeline:
         else:
             has_come = gate.wait(self._deadline_s)
         if not has_come:
-            load.give_up(
-                ConnectorError(
-                    f"layer {layer} was not loaded within {self._deadline_s:g} s: its blocks are"
-                    " computed instead. Is the machine busy with other things?"
-                )
-            )
+            self._give_up_late(load, layer)
         elif gate.error is not None:
             load.fail(gate.error)
+
+    def _give_up_late(self, load: PipelinedLoad, layer: int) -> None:
+        error = ConnectorError(
+            f"layer {layer} was not loaded within {self._deadline_s:g} s: its blocks are computed"
+            " instead. Is the machine busy with other things?"
+        )
+        self._give_up(load, error)
+        if self._compute is None:
+            self._lane.close(0.0)  # what has not begun is dropped
+            self._lane = self._lanes.lane("load")
+
+    def _give_up(self, load: PipelinedLoad, error: BaseException) -> None:
+        self._may_write_late |= not load.give_up(error, self._deadline_s)
 
     def finish_step(self) -> None:
         """The step is over: `errors` of its load are final when this returns.
 
         On a GPU they are so anyway. Elsewhere the host waits for what no layer has waited for.
+
+        Raises: `ConnectorError` if a copy has not returned for twice the deadline. It may write to
+        its blocks whenever it does, and nobody keeps those: nothing may be computed any more.
         """
         if self._compute is None:
             for layers in self._groups.ranges:
                 self.wait(layers.start)
+        if self._may_write_late:
+            raise ConnectorError(
+                f"a copy into the pages has not returned for {2 * self._deadline_s:g} s, and may"
+                " still write to blocks that others would be given: close the engine, and look at"
+                " what holds up the host's memory or its store."
+            )
 
     # ---------------------------------------------------------------- beside the steps
 
@@ -282,7 +318,8 @@ class LayerPipeline:
         After it, all that was submitted is done unless a lane hangs. May be repeated.
         """
         if self._load is not None and not self._load.is_done:
-            self._load.give_up(LaneClosedError("the pipeline was closed before this was loaded."))
+            closed = LaneClosedError("the pipeline was closed before this was loaded.")
+            self._load.give_up(closed, timeout_s)
         ended = [self._bulk.close(timeout_s), self._store.close(timeout_s)]
         return all((*ended, self._lane.close(timeout_s)))
 

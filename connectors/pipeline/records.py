@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from interlace.connectors.pipeline.host_room import container_room
 from interlace.engine.errors import ConfigError
 from interlace.layers.hardware import host
 from interlace.layers.hardware.copies import host_copy_speed
@@ -28,6 +29,8 @@ _TOUCHING_THREADS = 8
 _MEASURED_BYTES = 64 << 20
 _MEASURED_HOST_BYTES = 8 << 20
 _ROUNDS = 4
+_MOST_OF_ROOM = 31 / 32
+"""What is available is an estimate, and others live of it too."""
 
 
 class HostRecords:
@@ -54,7 +57,7 @@ class HostRecords:
         if num_records < 1:
             raise ConfigError(
                 f"{num_bytes} bytes hold no record: one block over all layers takes {record_bytes}"
-                " bytes. Give the connector more host memory."
+                " bytes. Give the connector more host memory: raise host_bytes."
             )
         num_bytes = num_records * record_bytes
         _check_available(num_bytes)
@@ -94,17 +97,21 @@ class HostRecords:
 
 
 def _check_available(num_bytes: int) -> None:
+    """Before anything is touched: who takes more than there is, is ended by the kernel."""
     memory = host.memory()
-    if not isinstance(memory, Unknown) and num_bytes > memory.available_bytes:
-        raise ConfigError(
-            f"{_too_much(num_bytes)} {memory.available_bytes / 2**30:.1f} GiB of it are available."
-        )
+    rooms = [
+        None if isinstance(memory, Unknown) else memory.available_bytes,
+        container_room(),
+    ]
+    room = min((one for one in rooms if one is not None), default=None)
+    if room is not None and num_bytes > room * _MOST_OF_ROOM:
+        raise ConfigError(f"{_too_much(num_bytes)} {room / 2**30:.1f} GiB of it are available.")
 
 
 def _too_much(num_bytes: int) -> str:
     return (
-        f"{num_bytes / 2**30:.1f} GiB of host memory for KV records is more than this machine has:"
-        " give the connector less."
+        f"host_bytes asks for {num_bytes / 2**30:.1f} GiB of host memory for KV records, which is"
+        " more than this machine has: give the connector less."
     )
 
 
@@ -120,7 +127,8 @@ def _register(memory: mmap.mmap, num_bytes: int) -> int:
     if int(code) != 0:
         raise ConfigError(
             f"CUDA did not register {num_bytes / 2**30:.1f} GiB of host memory (error {int(code)}):"
-            " give the connector less, or raise the limit of locked memory (ulimit -l)."
+            " give the connector less by host_bytes, or raise the limit of locked memory"
+            " (ulimit -l)."
         )
     return address
 

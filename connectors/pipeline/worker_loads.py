@@ -59,6 +59,8 @@ class PipelinedLoad:
     @property
     def is_done(self) -> bool:
         """Whether it touches neither pages nor records any more. Never waits."""
+        if self._is_given_up:  # works that were dropped are not in order any more
+            return all(gate.query() for gate in self.gates)
         return not self.gates or self.gates[-1].query()
 
     @property
@@ -75,10 +77,13 @@ class PipelinedLoad:
             self._meter.begin()
             for layer in layers:
                 for part, runs in enumerate(self._runs):
-                    if runs is not None and self.errors[part] is None:
+                    if runs is not None and self._may_copy(part):
                         self._copy(part, layer, runs)
             if layers.stop == self._groups.num_layers:
                 self._meter.end()
+
+    def _may_copy(self, part: int) -> bool:
+        return self.errors[part] is None and not self._is_given_up
 
     def _copy(self, part: int, layer: int, runs: Runs) -> None:
         try:
@@ -90,9 +95,12 @@ class PipelinedLoad:
         """All parts that have not failed yet have now."""
         self.errors = [one or error for one in self.errors]
 
-    def give_up(self, error: BaseException) -> None:
-        """Copy nothing more. In host memory nothing is copied any more when this returns: it waits
-        for the one group under way."""
-        with self._lock:
-            self._is_given_up = True
-            self.fail(error)
+    def give_up(self, error: BaseException, timeout_s: float) -> bool:
+        """Begin no copy any more. In host memory none is under way when this returns True: it waits
+        for the one that is; False if that takes longer than `timeout_s`."""
+        self._is_given_up = True  # whoever copies looks at it before each copy, under the lock
+        self.fail(error)
+        has_ended = self._lock.acquire(timeout=min(timeout_s, threading.TIMEOUT_MAX))
+        if has_ended:
+            self._lock.release()
+        return has_ended
