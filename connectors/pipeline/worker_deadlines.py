@@ -85,19 +85,19 @@ class PatientFeeder(Feeder):
             " be loaded is computed instead, what was to be saved is not kept. Is the store, or the"
             " machine, busy with other things?"
         )
-        num_waiting = len(self._waiting)
-        for transfer in (*self._waiting, *(fed[0] for fed in self._fed)):
+        failed = {id(one): one for one in (*self._waiting, *(fed[0] for fed in self._fed))}
+        for transfer in failed.values():
             transfer.fail(error)
-        self._waiting.clear()
+        name = self.lane.name
         if not self._is_stream:
             self._change_lane()
         logger.error(
-            "lane %r has hung for %g s: %d transfers failed, %d of them keep their blocks until"
-            " their copies return",
-            self.lane.name,
+            "lane %r has hung for %g s: %d transfers failed, and %d of them keep their blocks until"
+            " what is under way of them has ended",
+            name,
             self._deadline_s,
-            num_waiting + len({id(fed[0]) for fed in self._fed}) + len(self._stuck),
-            len({id(fed[0]) for fed in self._fed}) + len(self._stuck),
+            len(failed),
+            sum(not one.is_done for one in failed.values()),
         )
 
     def _change_lane(self) -> None:

@@ -100,6 +100,13 @@ class Rig:
         self.most_at_once = 0
         """Requests that loaded within one step."""
         self.num_poisoned = 0
+        self.pipeline: LayerPipeline | None = None
+
+    @property
+    def opened(self) -> LayerPipeline:
+        """Of the engine that was opened last."""
+        assert self.pipeline is not None, "no engine is open"
+        return self.pipeline
 
     def is_of(self, request_id: str, runs: Runs) -> bool:
         """Whether a copy loads something for this request."""
@@ -153,7 +160,7 @@ class RiggedWorker(PipelineWorker):
         copies = (
             RiggedCopies(records.tensor, self._pages, rig, lane) for lane in LaneCopies._fields
         )
-        pipeline = LayerPipeline(
+        pipeline = rig.pipeline = LayerPipeline(
             rig.lanes,
             LaneCopies(*copies),
             group_size=self._options.group_size,
