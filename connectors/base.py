@@ -353,17 +353,19 @@ class KVConnectorBase_V1(ABC):  # noqa: N801 - the protocol's name
         Asked when an asynchronous load was promised, before `update_state_after_alloc`. With None
         the request waits for its load, as in vLLM. With a number of tokens it runs at once: what
         lies before that is computed by the following steps, and the connector loads from there to
-        the end of what it promised, from the back. Then asked whenever a step is planned for the
-        request, until `get_finished` reports the load: the answer may fall, down to what steps were
-        planned for by then, and it may rise, by blocks that the load has not touched and never
-        will. When the load is reported and all before the latest answer is computed, the request
-        goes on behind the load.
+        the end of what it promised, from the back. If nothing of that is left to compute, it waits
+        all the same. While the load goes on, this is asked whenever a step is planned for the
+        request: the answer may fall, down to what steps were planned for by then, and it may rise,
+        by blocks that the load has not touched and never will. It is asked on when `get_finished`
+        has reported the load, and then says what was not brought. When all before it is planned,
+        the request goes on behind the load, and nothing is asked any more.
 
         A multiple of the block size, not above the end of what was promised, and below the
         request's last token; anything else ends the request, or, later on, the engine. A bad block
         is computed with all behind it. A preemption ends the load: nothing is written to the
         request's blocks any more when `handle_preemptions` of the step that names it returns, or
-        the step waits for it, and no end of the load is reported. An extension of the protocol.
+        the step waits for it, and no end of the load is reported, be it that `request_finished`
+        comes before that step. An extension of the protocol.
         """
         return None
 

@@ -321,7 +321,7 @@ class Scheduler:
         if end is None:
             raise ConnectorError(
                 f"{self._connector.name}.get_compute_end answered None while a load from the back"
-                " is under way: give a number until get_finished has reported its end."
+                " is under way: give a number until the request has gone on behind it."
             )
         end = min(end, request.hole_end)
         if request.num_computed_tokens < end or self._transfers.is_loading(request):

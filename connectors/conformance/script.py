@@ -52,6 +52,10 @@ class Rule:
 
     answers: tuple[Answer, ...] = (Sync(),)
     """To successive match queries; the last one stays."""
+    compute_ends: tuple[Any, ...] = (None,)
+    """Answers to successive `get_compute_end` after a match query, as they are; the last one stays.
+    With a number of tokens an asynchronous load comes from the back: what lies before the answer
+    that was the latest when a step was planned is not brought by a load that ends with it."""
     fail: frozenset[int] = frozenset()
     """Positions, counted in blocks of the request, that fail in its loads."""
     num_failing_loads: int | None = None
@@ -80,10 +84,16 @@ class Rule:
     def __post_init__(self) -> None:
         if not self.answers:
             raise ConfigError("Rule: answers must hold at least one answer; (0, False) is nothing.")
+        if not self.compute_ends:
+            raise ConfigError("Rule: compute_ends must hold at least one answer; None is plain.")
 
     def answer(self, query: int) -> Answer:
         """The answer to match query number `query`, counted from 0."""
         return self.answers[min(query, len(self.answers) - 1)]
+
+    def compute_end(self, query: int) -> Any:
+        """The answer to query number `query` about its load, counted from 0."""
+        return self.compute_ends[min(query, len(self.compute_ends) - 1)]
 
     def fails(self, load: int, position: int) -> bool:
         """Whether block `position` fails in load number `load` of the request, from 0."""

@@ -123,9 +123,10 @@ class ScriptedConnector(KVConnectorBase_V1):
         return None
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
-        """Nothing to fence: copies are made within their step."""
+        """End lost loads. Nothing to fence: copies are made within their step."""
         assert isinstance(kv_connector_metadata, ScriptedMetadata)
         self._note("handle_preemptions", f"step {kv_connector_metadata.step_id}")
+        self._on_worker.lose_loads(kv_connector_metadata)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """Logged."""
@@ -195,6 +196,12 @@ class ScriptedConnector(KVConnectorBase_V1):
         summary = f"{request.request_id} computed={num_computed_tokens} -> {answer}"
         self._note("get_num_new_matched_tokens", summary)
         return answer
+
+    def get_compute_end(self, request: Request) -> int | None:
+        """The scripted answer, lawful or not."""
+        end: int | None = self._on_scheduler.compute_end(request)
+        self._note("get_compute_end", f"{request.request_id} -> {end}")
+        return end
 
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int

@@ -45,6 +45,10 @@ class ScriptedMetadata(KVConnectorMetadata):
     """Hash -> the block that holds it when the step ends."""
     held: frozenset[str]
     """Of the ended requests that the step tells of, those whose end of sending is awaited."""
+    not_brought: dict[str, int]
+    """Request id -> how many of the first blocks of its load from the back are computed instead."""
+    lost_loads: frozenset[str]
+    """Requests whose load ends with their preemption, without a report."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -37,6 +37,8 @@ class _Tracked:
     """When the last match query came: where a load begins."""
     is_async: bool = False
     """What that query was answered."""
+    num_end_queries: int = 0
+    """Of `get_compute_end`, since then."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -60,6 +62,7 @@ class ScriptedScheduler:
         self._tracked: dict[str, _Tracked] = {}
         self._new_loads: list[LoadJob] = []  # since the last message
         self._loading: set[str] = set()  # asynchronously, and not reported yet
+        self._not_brought: dict[str, int] = {}  # see `ScriptedMetadata`; by loads of `_loading`
         self._held: set[str] = set()  # and the workers do not know yet
         self._saving: dict[int, _SavingStep] = {}  # by step id
 
@@ -68,6 +71,8 @@ class ScriptedScheduler:
         tracked = self._tracked.setdefault(request.request_id, _Tracked(request))
         answer = self._script.rule(request.request_id).answer(tracked.num_queries)
         tracked.num_queries += 1
+        tracked.num_end_queries = 0
+        self._not_brought.pop(request.request_id, None)
         tracked.num_computed_tokens = num_computed_tokens
         told: tuple[Any, Any]
         match answer:
@@ -84,6 +89,16 @@ class ScriptedScheduler:
                 told = answer
         tracked.is_async = told[1:] == (True,)
         return told
+
+    def compute_end(self, request: Request) -> Any:
+        """The answer to the next query about the request's load."""
+        tracked = self._tracked[request.request_id]
+        end = self._script.rule(request.request_id).compute_end(tracked.num_end_queries)
+        tracked.num_end_queries += 1
+        if isinstance(end, int):
+            num_tokens = max(0, end - tracked.num_computed_tokens)
+            self._not_brought[request.request_id] = num_tokens // self._block_size
+        return end
 
     def _amount(self, request: Request, num_computed: int, num_tokens: int | None) -> int:
         """So many tokens, but no more than the request lacks; None: what the store has."""
@@ -131,7 +146,10 @@ class ScriptedScheduler:
         loads, self._new_loads = tuple(self._new_loads), []
         held = frozenset(self._held & output.finished_req_ids)
         self._held -= held
-        return ScriptedMetadata(output.step_id, loads, saves, held)
+        lost_loads = frozenset(self._loading & output.preempted_req_ids)
+        self._loading -= lost_loads
+        not_brought = {i: self._not_brought[i] for i in self._loading & self._not_brought.keys()}
+        return ScriptedMetadata(output.step_id, loads, saves, held, not_brought, lost_loads)
 
     def _follow_tables(self, output: SchedulerOutput) -> None:
         for new in output.scheduled_new_reqs:

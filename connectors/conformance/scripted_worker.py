@@ -23,12 +23,23 @@ from interlace.connectors.conformance.scripted_metadata import (
 from interlace.engine.block_hash import BlockHash
 
 
-@dataclasses.dataclass(slots=True)
 class _AsyncLoad:
-    job: LoadJob
-    steps_left: int | None
-    unreported: list[int]
-    """Failing blocks."""
+    def __init__(self, job: LoadJob, steps_left: int | None) -> None:
+        self.job = job
+        self.steps_left = steps_left
+        self.brought = job
+        """What of it is not computed instead."""
+        self._reported: set[int] = set()
+
+    def leave_out(self, num_blocks: int) -> None:
+        """So many of the first blocks are computed."""
+        self.brought = dataclasses.replace(self.job, blocks=self.job.blocks[num_blocks:])
+
+    def take_failing(self, most: int | None) -> list[int]:
+        """At most so many of its failing blocks, in order of position, each of them once."""
+        failing = [i for i in self.brought.failing_block_ids if i not in self._reported][:most]
+        self._reported.update(failing)
+        return failing
 
 
 @dataclasses.dataclass(slots=True)
@@ -91,7 +102,11 @@ class ScriptedWorker:
         self._received.forget({job.req_id for job in begun})
         for job in begun:
             delay = self._script.rule(job.req_id).load_delay
-            self._async.append(_AsyncLoad(job, delay, job.failing_block_ids))
+            self._async.append(_AsyncLoad(job, delay))
+
+    def lose_loads(self, metadata: ScriptedMetadata) -> None:
+        """The step hands on blocks of these: nothing is copied to them any more."""
+        self._async = [one for one in self._async if one.job.req_id not in metadata.lost_loads]
 
     def load_layer(self, layer_name: str) -> None:
         """Fill one layer of the step's synchronous loads."""
@@ -129,7 +144,7 @@ class ScriptedWorker:
             [(i, self._script.rule(i).repeat_sending) for i in self._end_sends()]
         )
         received = self._received.take(
-            [(i, self._script.rule(i).repeat_recving) for i in self._end_loads()]
+            [(i, self._script.rule(i).repeat_recving) for i in self._end_loads(metadata)]
         )
         return sent, received
 
@@ -139,14 +154,16 @@ class ScriptedWorker:
         self._sending = {i: left and left - 1 for i, left in going_on.items()}
         return ended
 
-    def _end_loads(self) -> list[str]:
+    def _end_loads(self, metadata: ScriptedMetadata) -> list[str]:
         """Fill and drop the loads whose time has come; count down the others."""
+        for load in self._async:
+            load.leave_out(metadata.not_brought.get(load.job.req_id, 0))
         ended = [load for load in self._async if load.steps_left == 0]
         self._async = [load for load in self._async if load.steps_left != 0]
         for load in ended:
             for layer_name in self._pages:
-                self._fill(load.job, layer_name)
-            self._report_invalid(load, len(load.unreported))
+                self._fill(load.brought, layer_name)
+            self._report_invalid(load, None)
         for load in self._async:
             if load.steps_left is not None:
                 load.steps_left -= 1
@@ -154,11 +171,10 @@ class ScriptedWorker:
                 self._report_invalid(load, 1)
         return [load.job.req_id for load in ended]
 
-    def _report_invalid(self, load: _AsyncLoad, most: int) -> None:
+    def _report_invalid(self, load: _AsyncLoad, most: int | None) -> None:
         """Report at most so many of the load's failing blocks with this step."""
         times = self._script.rule(load.job.req_id).repeat_invalid
-        self._new_invalid += [(block_id, times) for block_id in load.unreported[:most]]
-        del load.unreported[:most]
+        self._new_invalid += [(block_id, times) for block_id in load.take_failing(most)]
 
     def take_invalid(self) -> set[int]:
         """Blocks that failed in this step, and repetitions."""

@@ -518,6 +518,8 @@ def test_a_producer_loads_nothing() -> None:
 def test_a_rule_has_an_answer() -> None:
     with pytest.raises(ConfigError, match="at least one answer"):
         Rule(answers=())
+    with pytest.raises(ConfigError, match="at least one answer"):
+        Rule(compute_ends=())
 
 
 # -------------------------------------------------------------------- ends

@@ -58,6 +58,7 @@ def test_the_seed_example(depth: int) -> None:
     assert dict(output.num_scheduled_tokens) == {"seed": 256}
     (new,) = output.scheduled_new_reqs
     assert (new.req_id, new.num_computed_tokens) == ("seed", 768)
+    stepper.scheduler.offer_blocks()  # the loop does while the step is computed
     assert all(block.block_hash is not None for block in request.blocks)
     stepper.run()
     assert_right(stepper, request)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -36,7 +37,9 @@ class Said(KVConnectorWorkerMetadata):
         return Said(self.words + other.words)
 
 
-def step(loading: set[str] = frozenset(), finished: set[str] = frozenset()) -> SchedulerOutput:  # type: ignore[assignment]
+def step(
+    loading: Iterable[str] = (), finished: Iterable[str] = (), preempted: Iterable[str] = ()
+) -> SchedulerOutput:
     return SchedulerOutput(
         step_id=1,
         scheduled_new_reqs=[],
@@ -44,7 +47,7 @@ def step(loading: set[str] = frozenset(), finished: set[str] = frozenset()) -> S
         num_scheduled_tokens={},
         total_num_scheduled_tokens=0,
         finished_req_ids=frozenset(finished),
-        preempted_req_ids=frozenset(),
+        preempted_req_ids=frozenset(preempted),
         sampling_req_ids=frozenset(),
         async_loading_req_ids=frozenset(loading),
     )
@@ -98,6 +101,20 @@ def test_left_over_reports_do_not_count_for_a_later_load() -> None:
     aggregator.begin_step(step(loading={"a"}))
     assert aggregator.aggregate([None, received("a")]) is None
     assert aggregator.aggregate([received("a"), None]) == received("a")
+
+
+def test_a_preemption_ends_the_load_whoever_has_reported_it() -> None:
+    """Rank 0 was done with a load from the back; a request of that id loads anew."""
+    aggregator = KVOutputAggregator(2)
+    aggregator.begin_step(step(loading={"a"}))
+    assert aggregator.aggregate([received("a"), None]) is None
+    aggregator.begin_step(step(preempted={"a"}))
+    assert aggregator.aggregate([None, received("a")]) is None
+    assert aggregator.take_num_strays() == 1
+    aggregator.begin_step(step(loading={"a"}))
+    assert aggregator.aggregate([None, received("a")]) is None
+    assert aggregator.aggregate([received("a"), None]) == received("a")
+    assert aggregator.take_num_strays() == 0
 
 
 def test_left_over_sends_do_not_count_for_a_later_request_of_the_same_id() -> None:
