@@ -24,12 +24,9 @@ from interlace.connectors.pipeline.worker import PipelineWorker
 from interlace.connectors.pipeline_connector import PipelineConnector
 from interlace.engine.outputs import Completion
 from interlace.engine.ports import Lanes
-from interlace.layers.architecture import Architecture
 from interlace.layers.checkpoint import LoadedModel
-from interlace.layers.decoder import Decoder
 from interlace.layers.lanes import ThreadLanes
 from interlace.layers.page_copies import Copied, PageCopies, Runs
-from interlace.layers.weights import weight_shapes
 
 PATIENCE_S = 20.0
 BLOCK_SIZE = 4
@@ -40,36 +37,6 @@ LOADING = ("load", "bulk")
 
 Before = Callable[[str, int, Runs], None]
 """(lane, layer, runs): called on the lane before each copy; it may raise, and wait."""
-
-
-def deep_model() -> LoadedModel:
-    """As `tiny_model`, with four layers: some share a gate, some do not."""
-    architecture = Architecture(
-        name="deep",
-        num_layers=NUM_LAYERS,
-        hidden_size=32,
-        intermediate_size=48,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=8,
-        vocab_size=VOCAB_SIZE,
-        rms_eps=1e-5,
-        max_position=128,
-    )
-    draw = torch.Generator().manual_seed(4)
-    weights = {
-        name: torch.randn(shape, generator=draw, dtype=torch.float64) * 0.5
-        for name, shape in weight_shapes(architecture).items()
-    }
-    return LoadedModel(
-        name="deep",
-        decoder=Decoder(architecture, weights, max_model_len=128),
-        tokenizer=None,
-        architecture=architecture,
-        eos_token_ids=(),
-        max_model_len=128,
-        weights=weights,
-    )
 
 
 def some_tokens(seed: int, length: int) -> list[int]:
@@ -214,7 +181,7 @@ async def an_engine(
     policy: Literal["fail", "recompute"] = "recompute",
     num_records: int = 400,
     num_blocks: int = 60,
-    group_size: int = 2,
+    group_size: int = 3,
     depth: int = 1,
     **options: Any,
 ) -> AsyncIterator[AsyncEngine]:

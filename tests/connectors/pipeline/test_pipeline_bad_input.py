@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from pipeline_kit import RECORD_BYTES, Rig, an_engine, deep_model
+from deep_model import deep_model
+from pipeline_kit import RECORD_BYTES, Rig, an_engine
 
 from interlace.connectors.pipeline.host_room import container_room
 from interlace.connectors.pipeline.layer_pipeline import LayerPipeline

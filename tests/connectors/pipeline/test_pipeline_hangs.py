@@ -12,6 +12,7 @@ from typing import Literal
 
 import pytest
 import torch
+from deep_model import deep_model
 from engine_kit import until
 from pipeline_kit import (
     LOADING,
@@ -19,7 +20,6 @@ from pipeline_kit import (
     Rig,
     an_engine,
     ask,
-    deep_model,
     forget_on_device,
     some_tokens,
 )

@@ -9,6 +9,7 @@ import random
 from typing import Literal
 
 import pytest
+from deep_model import deep_model
 from engine_kit import until
 from pipeline_kit import (
     LOADING,
@@ -17,7 +18,6 @@ from pipeline_kit import (
     Rig,
     an_engine,
     ask,
-    deep_model,
     forget_on_device,
     some_tokens,
 )
