@@ -86,7 +86,7 @@ class MeteredWorker(PipelineWorker):
             return
         meter.use(self._open.pipeline.watch)
         if metadata.loads or metadata.num_tokens:
-            meter.note_begin()
+            meter.note_begin(metadata.num_tokens)
         known = (len(self._step_loads), len(self._bulk_loads))
         began = time.perf_counter()
         super().start(metadata)

@@ -6,12 +6,14 @@ Switched off, it costs a comparison a step.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
 from typing import Any, NamedTuple, Protocol
 
 from interlace.connectors.pipeline.options import LoadMode
 from interlace.connectors.pipeline.worker_times import Stopwatch, TransferStats
 
 MOST_LOADS = 64
+MOST_STEPS = 64
 """Kept of one request: older ones are forgotten."""
 
 
@@ -30,6 +32,13 @@ class LoadTimes(NamedTuple):
     """Of neighbours, in each layer."""
 
 
+class StepTime(NamedTuple):
+    """One forward with its sampling, on the device."""
+
+    num_tokens: int
+    seconds: float
+
+
 class Metered(NamedTuple):
     """One request, or several."""
 
@@ -37,6 +46,7 @@ class Metered(NamedTuple):
     """From what was queued for it first, a load or a forward, to its sampled token; None if no
     forward ran."""
     loads: tuple[LoadTimes, ...]
+    steps: tuple[StepTime, ...] = ()
 
 
 class Transfer(Protocol):
@@ -55,6 +65,12 @@ class _Noted(NamedTuple):
     submit_s: float
 
 
+class _Step(NamedTuple):
+    num_tokens: int
+    begin: Any
+    end: Any
+
+
 class Meter:
     """Shared by the benchmark and both sides of one connector."""
 
@@ -68,6 +84,8 @@ class Meter:
         self._begin: Any = None
         self._end: Any = None
         self._noted: deque[_Noted] = deque(maxlen=MOST_LOADS)
+        self._begun: _Step | None = None
+        self._steps: deque[_Step] = deque(maxlen=MOST_STEPS)
 
     # All that follows is for the device thread.
 
@@ -78,13 +96,16 @@ class Meter:
     def begin(self) -> None:
         """Note what happens from now on."""
         self.is_on = True
-        self._begin = self._end = None
+        self._begin = self._end = self._begun = None
         self._noted.clear()
+        self._steps.clear()
 
-    def note_begin(self) -> None:
-        """A load or a forward is about to be queued; what comes later changes nothing."""
-        if self._begin is None and self._watch is not None:
-            self._begin = self._watch.mark()
+    def note_begin(self, num_tokens: int) -> None:
+        """A load, or a forward of so many tokens, is about to be queued."""
+        if self._watch is not None:
+            mark = self._watch.mark()
+            self._begun = _Step(num_tokens, mark, None) if num_tokens else None
+            self._begin = mark if self._begin is None else self._begin
 
     def note_load(
         self, transfer: Transfer, *, is_within: bool, num_runs: int, submit_s: float
@@ -96,6 +117,9 @@ class Meter:
         """A forward was queued, with its sampling."""
         if self._watch is not None:
             self._end = self._watch.mark()
+            if self._begun is not None:
+                self._steps.append(self._begun._replace(end=self._end))
+                self._begun = None
 
     def take(self) -> Metered:
         """What was noted, of work that has ended; notes nothing more."""
@@ -119,4 +143,12 @@ class Meter:
                 for one, stats in noted
                 if stats.seconds is not None
             ),
+            tuple(self._step_times()),
         )
+
+    def _step_times(self) -> Iterator[StepTime]:
+        while self._steps and self._watch is not None:
+            step = self._steps.popleft()
+            seconds = self._watch.seconds(step.begin, step.end)
+            if seconds is not None:
+                yield StepTime(step.num_tokens, seconds)

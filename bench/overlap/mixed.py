@@ -1,9 +1,10 @@
-"""A load within a step that a batch decodes in: how much longer the batch waits for that step.
+"""A load within a step that a batch decodes in: how much longer that step takes.
 
 Requests decode; another one comes, with a short prefix and a few new tokens. Once its prefix lies
-in host memory and is loaded layer by layer in its first step, once it lies on the device. The gap
-between two tokens of the others that ends with that step is compared, and the one behind it too:
-no step is planned while one that loads is under way.
+in host memory and is loaded layer by layer in its first step, once it lies on the device. The times
+of that step on the device are compared. Beside them stand the gaps that the others see between
+their tokens, with that step and the one behind it: no step is planned while one that loads is under
+way, so the host's part of it shows.
 """
 
 from __future__ import annotations
@@ -13,19 +14,29 @@ from typing import NamedTuple
 from interlace.bench.overlap.arms import behind, require
 from interlace.bench.overlap.crowd import Crowd, StepGaps, crowd_of
 from interlace.bench.overlap.engines import Kind
+from interlace.bench.overlap.meter import Meter, Metered
 from interlace.bench.overlap.rig import Outcome, Rig, Setting, judged
 from interlace.bench.overlap.sizes import BLOCK_SIZE
 from interlace.bench.report import Row
 from interlace.bench.spread import Spread
 from interlace.bench.workload import Work
+from interlace.engine.device_thread import DeviceThread, finish_despite_cancel
+from interlace.engine.errors import InterlaceError
 
 STEPS_BETWEEN = 3
 """Between two requests; also behind the last one."""
 
 
+class _Seen(NamedTuple):
+    """Of one request's first step."""
+
+    device_s: float
+    gaps: StepGaps
+
+
 class _Pair(NamedTuple):
-    loaded: StepGaps
-    cached: StepGaps
+    loaded: _Seen
+    cached: _Seen
 
 
 async def mixed(rig: Rig) -> Outcome:
@@ -48,7 +59,7 @@ async def mixed(rig: Rig) -> Outcome:
             async with crowd_of(opened.engine, rig.clock, crowd_work) as crowd:
                 await crowd.steps(sizes.settle_steps)
                 for prefix in prefixes:
-                    pair = await _pair(crowd, setting, prefix)
+                    pair = await _pair(crowd, setting, prefix, opened.meter, rig.prepared.device)
                     advance(1)
                     if number:  # the first round warms up
                         pairs.append(pair)
@@ -61,30 +72,49 @@ def decoders(setting: Setting) -> Work:
     return setting.source.make(sizes.num_decoders, sizes.decoder_prompt, sizes.decoder_tokens)
 
 
-async def _pair(crowd: Crowd, setting: Setting, prefix: Work) -> _Pair:
+async def _pair(
+    crowd: Crowd, setting: Setting, prefix: Work, meter: Meter, device: DeviceThread
+) -> _Pair:
     count, hit_tokens = setting.sizes.short_new, prefix.prompt_tokens
-    gaps = []
+    seen = []
     for is_stored in (True, False):
         await crowd.steps(STEPS_BETWEEN)
         (prompt,) = behind(prefix, setting.source, count).prompts
-        answer = await crowd.ask(prompt)
-        await crowd.steps(STEPS_BETWEEN)
+        await finish_despite_cancel(device.submit(meter.begin))
+        metered = Metered(None, ())
+        try:
+            answer = await crowd.ask(prompt)
+            await crowd.steps(STEPS_BETWEEN)
+        finally:
+            metered = await finish_despite_cancel(device.submit(meter.take))
         if is_stored:
             require(answer.loaded_tokens, hit_tokens, "loaded")
         else:
             require(answer.cached_tokens, hit_tokens, "cached on the device")
-        gaps.append(crowd.gaps_at(answer.arrived_s))
-    return _Pair(*gaps)
+        seen.append(_Seen(_first_step(metered, count), crowd.gaps_at(answer.arrived_s)))
+    return _Pair(*seen)
+
+
+def _first_step(metered: Metered, num_new: int) -> float:
+    """Seconds of the first step that computed all of the request's new tokens, and more."""
+    for step in metered.steps:
+        if step.num_tokens > num_new:
+            return step.seconds
+    raise InterlaceError(
+        "the device did not tell of a step in which the request joined the batch: let fewer"
+        " requests decode, or raise max_num_batched_tokens."
+    )
 
 
 def _outcome(setting: Setting, hit_tokens: int, pairs: list[_Pair]) -> Outcome:
-    step = Spread.of(p.loaded.step_s / p.cached.step_s for p in pairs)
-    both = Spread.of(sum(p.loaded) / sum(p.cached) for p in pairs)
+    step = Spread.of(p.loaded.device_s / p.cached.device_s for p in pairs)
     figures = {
-        "step, cached, ms": Spread.of(p.cached.step_s * 1e3 for p in pairs),
-        "step, loaded, ms": Spread.of(p.loaded.step_s * 1e3 for p in pairs),
+        "step, cached, ms": Spread.of(p.cached.device_s * 1e3 for p in pairs),
+        "step, loaded, ms": Spread.of(p.loaded.device_s * 1e3 for p in pairs),
         "loaded / cached": step,
-        "with the next step": both,
+        "gap, cached, ms": Spread.of(p.cached.gaps.step_s * 1e3 for p in pairs),
+        "gap, loaded, ms": Spread.of(p.loaded.gaps.step_s * 1e3 for p in pairs),
+        "with the next gap": Spread.of(sum(p.loaded.gaps) / sum(p.cached.gaps) for p in pairs),
     }
     sizes = setting.sizes
     name = f"{sizes.num_decoders} decoding + {hit_tokens} loaded, {sizes.short_new} new"

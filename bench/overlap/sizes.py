@@ -36,7 +36,7 @@ class Sizes:
     short_new: int = 16
     hits_a_round: int = 4
     """Of the short hit, each loaded once and found on the device once."""
-    beside_loads: int = 16
+    beside_loads: int = 12
     """In a row, in one round."""
     arrivals: int = 4
     """Long hits in one round, evenly spaced."""

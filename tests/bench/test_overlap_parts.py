@@ -37,7 +37,7 @@ FIGURES = {
     Part.FIRST_TOKEN: {"load ms", "compute ms", "serial ms", "pipelined ms", "hidden share"},
     Part.CROSSOVER: {"load ms", "compute ms", "hidden share"},
     Part.MODES: {"auto ms", "bulk ms", "layerwise ms", "hybrid ms", "recompute ms", "auto / best"},
-    Part.MIXED: {"loaded / cached", "with the next step"},
+    Part.MIXED: {"loaded / cached", "with the next gap"},
     Part.BESIDE: {"p99, loads / cached", "loads GB/s"},
     Part.GAPS: {"step alone ms", "p99 gap ms", "loaded tokens"},
     Part.SAVING: {"without ms", "with ms", "ratio", "noise of ratio"},
