@@ -2,7 +2,7 @@
 
 A record is one block over all layers, `[layer][K,V][token][kv head][head size]`. So one strided
 copy takes a layer out of a run of neighbouring records and puts it into a run of neighbouring
-blocks: at the link's speed, and without a kernel. Many runs go by way of a slab.
+blocks: at the link's speed, and without a kernel. Where runs are many, one kernel copies them all.
 
 On a CPU numpy copies at once, on any thread. On a GPU copies are queued on the current stream;
 device thread.
@@ -13,18 +13,17 @@ from __future__ import annotations
 import enum
 import importlib
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
-import numpy as np
 import torch
 
 from interlace.engine.errors import ConnectorError
-from interlace.layers.device_copies import to_device
 
-SLAB_BYTES = 32 << 20
-"""One layer of 512 blocks of 64 KiB."""
-_MOST_STRIDED_RUNS = 16
-"""Beyond it, strided copies are slower than a slab and one kernel."""
+if TYPE_CHECKING:
+    from interlace.layers.kernels.page_gather import PageGather, Pairs
+
+MOST_STRIDED_RUNS = 16
+"""Beyond it, strided copies take longer than the kernel, and the host longer to queue them."""
 
 Run: TypeAlias = tuple[int, int, int]
 """(first record, first block, number of blocks): neighbours on both sides."""
@@ -35,10 +34,8 @@ class CopyWay(enum.Enum):
 
     STRIDED = enum.auto()
     """One two-dimensional copy for each run."""
-    SLAB = enum.auto()
-    """A copy to or from a contiguous slab for each run of records; one kernel for the pages."""
-    PLAIN = enum.auto()
-    """torch's copy for each run: where `cuda.bindings` is missing."""
+    GATHER = enum.auto()
+    """One kernel for all runs."""
 
 
 class Copied(NamedTuple):
@@ -46,7 +43,7 @@ class Copied(NamedTuple):
 
     way: CopyWay
     num_copies: int
-    """Kernels are not counted."""
+    """That were queued: a kernel counts as one."""
     num_bytes: int
 
 
@@ -74,7 +71,10 @@ class Memcpy2D(Protocol):
 
 
 class Runs:
-    """Runs that fit the records and the pages, for use with any layer: see `PageCopies.prepare`."""
+    """Runs that fit the records and the pages, for use with any layer: see `PageCopies.prepare`.
+
+    Kept until what was queued with it has ended.
+    """
 
     def __init__(self, runs: Sequence[Run], num_blocks: int, way: CopyWay) -> None:
         self.runs = runs
@@ -83,19 +83,8 @@ class Runs:
         """How each layer is copied."""
         self.copied: Copied | None = None
         """What a copy of one layer comes to, since the first one."""
-        self.slab_parts: list[_SlabPart] | None = None
-        """Made when a slab is first used."""
-
-
-class _SlabPart(NamedTuple):
-    """What fits into the slab at once."""
-
-    records: list[Run]
-    """(first record, first row of the slab, number of rows)."""
-    block_ids: torch.Tensor
-    """int64, of each row, on the device."""
-    slab: torch.Tensor
-    """Those rows, as wide numbers."""
+        self.pairs: Pairs | None = None
+        """On the device, since the first copy by the kernel."""
 
 
 class _Rows(NamedTuple):
@@ -120,20 +109,24 @@ class PageCopies:
         layers: Sequence[torch.Tensor],
         *,
         memcpy: Memcpy2D | None = None,
-        slab_bytes: int = SLAB_BYTES,
+        most_strided_runs: int = MOST_STRIDED_RUNS,
     ) -> None:
         """`records`: uint8 [num_records, num_layers, page_bytes], contiguous, pinned for a GPU.
 
         `layers`: pages [num_blocks, ...] in order of depth, each block's contiguous; blocks may lie
         further apart. `memcpy` is for pages on a GPU, or for tests: None takes the driver's
-        copies if they can be had. With it, a slab of `slab_bytes`, one page at least, is allocated.
+        copies if they can be had. More runs than `most_strided_runs` are copied by the kernel.
+        It is compiled here, which may wait for the device.
 
-        Raises: `ConnectorError` for pages or records of another layout.
+        Raises: `ConnectorError` for pages or records of another layout, and for a GPU for which
+        neither the driver's copies nor kernels can be had.
         """
         self._rows = [_page_rows(i, pages) for i, pages in enumerate(layers)]
         _check_records(records, self._rows)
-        self._records = records
+        self._records = records  # kept, since copies know addresses only
+        self._num_records = len(records)
         self._num_blocks, self._page_bytes = (int(n) for n in self._rows[0].shape)
+        self._most_strided_runs = most_strided_runs
         device = self._rows[0].device
         self._is_host = device.type == "cpu" and memcpy is None
         if self._is_host:
@@ -144,11 +137,12 @@ class PageCopies:
         # Asked once: a tensor takes longer to tell than a copy to queue.
         self._record_rows = _Rows.of(records)
         self._layer_rows = [_Rows.of(rows) for rows in self._rows]
-        if self._memcpy is not None:
-            num_rows = max(1, min(slab_bytes // self._page_bytes, self._num_blocks))
-            self._slab = torch.empty((num_rows, self._page_bytes), dtype=torch.uint8, device=device)
-            self._slab_rows = _Rows.of(self._slab)
-            self._wide = _widest(self._rows)
+        self._gather = _page_gather(records, self._rows)
+        if self._memcpy is None and self._gather is None:
+            raise ConnectorError(
+                f"nothing here copies KV between host memory and {device}: install cuda-bindings,"
+                " or Triton."
+            )
 
     @property
     def num_layers(self) -> int:
@@ -162,26 +156,23 @@ class PageCopies:
 
     def prepare(self, runs: Sequence[Run]) -> Runs:
         """Check runs, once for all layers. Raises: `ConnectorError` for what lies outside."""
-        num_blocks = num_record_runs = 0
-        end = -1
+        num_blocks = 0
         for record, block, count in runs:
-            fits_records = record >= 0 and record + count <= len(self._records)
+            fits_records = record >= 0 and record + count <= self._num_records
             if count < 1 or not fits_records or block < 1 or block + count > self._num_blocks:
                 raise ConnectorError(
                     f"a copy of {count} blocks between record {record} and block {block} does not"
-                    f" fit {len(self._records)} records and blocks 1 to {self._num_blocks - 1}:"
+                    f" fit {self._num_records} records and blocks 1 to {self._num_blocks - 1}:"
                     " mend the connector's scheduler side."
                 )
             num_blocks += count
-            num_record_runs += record != end
-            end = record + count
-        return Runs(runs, num_blocks, self._way_of(len(runs), num_record_runs))
+        return Runs(runs, num_blocks, self._way_of(len(runs)))
 
-    def _way_of(self, num_runs: int, num_record_runs: int) -> CopyWay:
-        if not self._is_host and self._memcpy is None:
-            return CopyWay.PLAIN
-        is_slab = num_runs > _MOST_STRIDED_RUNS and 2 * num_record_runs <= num_runs
-        return CopyWay.SLAB if is_slab and not self._is_host else CopyWay.STRIDED
+    def _way_of(self, num_runs: int) -> CopyWay:
+        if self._is_host or self._gather is None:
+            return CopyWay.STRIDED
+        is_many = num_runs > self._most_strided_runs or self._memcpy is None
+        return CopyWay.GATHER if is_many else CopyWay.STRIDED
 
     def load(self, layer: int, runs: Runs) -> Copied:
         """From records into the pages of `layer`. Raises: `ConnectorError` if CUDA refuses."""
@@ -194,17 +185,14 @@ class PageCopies:
     def _copy(self, layer: int, runs: Runs, *, to_pages: bool) -> Copied:
         if self._is_host:
             self._copy_on_host(layer, runs, to_pages=to_pages)
-        elif self._memcpy is None:
-            self._copy_plainly(layer, runs, to_pages=to_pages)
-        elif runs.way is CopyWay.SLAB:
-            self._copy_by_slab(self._memcpy, layer, runs, to_pages=to_pages)
+        elif runs.way is CopyWay.GATHER:
+            self._copy_by_kernel(layer, runs, to_pages=to_pages)
         else:
-            self._queue(self._memcpy, layer, self._layer_rows[layer], runs.runs, to_pages=to_pages)
+            self._copy_strided(layer, runs.runs, to_pages=to_pages)
         return runs.copied or self._note_copied(runs)
 
     def _note_copied(self, runs: Runs) -> Copied:
-        parts = runs.slab_parts
-        num_copies = len(runs.runs) if parts is None else sum(len(part.records) for part in parts)
+        num_copies = 1 if runs.way is CopyWay.GATHER else len(runs.runs)
         runs.copied = Copied(runs.way, num_copies, runs.num_blocks * self._page_bytes)
         return runs.copied
 
@@ -217,57 +205,46 @@ class PageCopies:
             else:
                 kept[:] = page
 
-    def _copy_plainly(self, layer: int, runs: Runs, *, to_pages: bool) -> None:
-        pages = self._rows[layer]
-        with torch.inference_mode():
-            for record, block, count in runs.runs:
-                kept = self._records[record : record + count, layer]
-                page = pages[block : block + count]
-                target, source = (page, kept) if to_pages else (kept, page)
-                target.copy_(source, non_blocking=True)
+    def _copy_by_kernel(self, layer: int, runs: Runs, *, to_pages: bool) -> None:
+        assert self._gather is not None, "this way is not chosen without it"
+        if not runs.runs:
+            return
+        if runs.pairs is None:
+            runs.pairs = self._gather.pairs(runs.runs)
+        if to_pages:
+            self._gather.load(layer, runs.pairs)
+        else:
+            self._gather.save(layer, runs.pairs)
 
-    def _queue(
-        self,
-        memcpy: Memcpy2D,
-        layer: int,
-        rows: _Rows,
-        runs: Sequence[Run],
-        *,
-        to_pages: bool,
-    ) -> None:
-        """Strided copies between the layer's part of records and rows of bytes on the device."""
-        width, (records_at, pitch), (rows_at, row_pitch) = self._page_bytes, self._record_rows, rows
+    def _copy_strided(self, layer: int, runs: Sequence[Run], *, to_pages: bool) -> None:
+        memcpy, width = self._memcpy, self._page_bytes
+        assert memcpy is not None, "this way is not chosen without it"
+        records_at, pitch = self._record_rows
         records_at += layer * width
+        pages_at, page_pitch = self._layer_rows[layer]
         stream = memcpy.current_stream()
-        for record, row, count in runs:
-            host, device = records_at + record * pitch, rows_at + row * row_pitch
+        for record, block, count in runs:
+            host, device = records_at + record * pitch, pages_at + block * page_pitch
             if to_pages:
-                memcpy.copy(device, row_pitch, host, pitch, width, count, stream, to_device=True)
+                memcpy.copy(device, page_pitch, host, pitch, width, count, stream, to_device=True)
             else:
-                memcpy.copy(host, pitch, device, row_pitch, width, count, stream, to_device=False)
+                memcpy.copy(host, pitch, device, page_pitch, width, count, stream, to_device=False)
 
-    def _copy_by_slab(self, memcpy: Memcpy2D, layer: int, runs: Runs, *, to_pages: bool) -> None:
-        rows = self._wide[layer]
-        if runs.slab_parts is None:
-            runs.slab_parts = self._slab_parts(runs.runs, rows.dtype)
-        with torch.inference_mode():
-            for part in runs.slab_parts:
-                if to_pages:
-                    self._queue(memcpy, layer, self._slab_rows, part.records, to_pages=True)
-                    rows.index_copy_(0, part.block_ids, part.slab)
-                else:
-                    torch.index_select(rows, 0, part.block_ids, out=part.slab)
-                    self._queue(memcpy, layer, self._slab_rows, part.records, to_pages=False)
 
-    def _slab_parts(self, runs: Sequence[Run], dtype: torch.dtype) -> list[_SlabPart]:
-        """Runs in pieces that fit into the slab; block ids are uploaded on the current stream."""
-        parts: list[_SlabPart] = []
-        for piece in cut_runs(runs, len(self._slab)):
-            ids = np.concatenate([np.arange(block, block + n) for _, block, n in piece])
-            uploaded = to_device(ids, torch.int64, self._slab.device)
-            slab = self._slab[: len(ids)].view(dtype)
-            parts.append(_SlabPart(_merged_records(piece), uploaded, slab))
-        return parts
+def _page_gather(records: torch.Tensor, rows: Sequence[torch.Tensor]) -> PageGather | None:
+    """The kernel, if one can run where the pages lie. A process without a GPU imports none."""
+    from interlace.layers.kernels import toolchain
+
+    device = rows[0].device
+    if not toolchain.runs_on(device):
+        return None
+    if device.type == "cuda" and not records.is_pinned():
+        raise ConnectorError(
+            f"records lie in memory that {device} cannot read: pin it, or register it with CUDA."
+        )
+    from interlace.layers.kernels.page_gather import PageGather
+
+    return PageGather(records, rows)
 
 
 def cut_runs(runs: Sequence[Run], most_blocks: int) -> list[list[Run]]:
@@ -284,20 +261,6 @@ def cut_runs(runs: Sequence[Run], most_blocks: int) -> list[list[Run]]:
             pieces[-1].append((record + done, block + done, taken))
             done, room = done + taken, room - taken
     return pieces
-
-
-def _merged_records(runs: Sequence[Run]) -> list[Run]:
-    """(first record, first row, rows), one row a block, with neighbouring records in one."""
-    merged: list[Run] = []
-    row = 0
-    for record, _, count in runs:
-        if merged and merged[-1][0] + merged[-1][2] == record:
-            first, first_row, rows = merged[-1]
-            merged[-1] = (first, first_row, rows + count)
-        else:
-            merged.append((record, row, count))
-        row += count
-    return merged
 
 
 class _CudaMemcpy2D:
@@ -378,13 +341,3 @@ def _check_records(records: torch.Tensor, rows: Sequence[torch.Tensor]) -> None:
         )
     if records.device.type != "cpu":
         raise ConnectorError(f"records lie on {records.device}: allocate them in host memory.")
-
-
-def _widest(layers: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """As numbers of eight bytes, which the device moves as fast as one; as they are where one of
-    them does not lie so."""
-    for rows in layers:
-        offset, pitch, width = rows.storage_offset(), rows.stride(0), rows.shape[1]
-        if any(number % 8 for number in (offset, pitch, width, rows.data_ptr())):
-            return list(layers)
-    return [rows.view(torch.int64) for rows in layers]

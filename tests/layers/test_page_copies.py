@@ -95,7 +95,7 @@ def some_runs(draw: st.DrawFn) -> list[Run]:
 def copies_of(kind: str, records: Tensor, layers: list[Tensor]) -> PageCopies:
     if kind == "host":
         return PageCopies(records, layers)
-    return PageCopies(records, layers, memcpy=HostMemcpy(), slab_bytes=7 * PAGE_BYTES)
+    return PageCopies(records, layers, memcpy=HostMemcpy(), most_strided_runs=7)
 
 
 @settings(max_examples=60, deadline=None)
@@ -127,33 +127,15 @@ def test_the_right_bytes_and_no_others_are_copied(
     assert copied.num_bytes == sum(count for *_, count in runs) * page_bytes
 
 
-def scattered(num_runs: int) -> list[Run]:
-    return [(i, NUM_BLOCKS - 1 - i, 1) for i in range(num_runs)]
-
-
-def test_many_runs_go_by_way_of_the_slab_if_the_records_are_neighbours() -> None:
+def test_without_kernels_many_runs_are_strided_copies_too() -> None:
+    """How it is with kernels: `tests/kernels/test_page_gather.py`."""
     memcpy = HostMemcpy()
     copies = PageCopies(new_records(), layers_of("layers"), memcpy=memcpy)
-    few = copies.load(0, copies.prepare(scattered(16)))
-    assert few == (CopyWay.STRIDED, 16, 16 * PAGE_BYTES)
-    runs = copies.prepare(scattered(17))
-    assert copies.load(0, runs) == (CopyWay.SLAB, 1, 17 * PAGE_BYTES)
-    assert copies.save(1, runs) == (CopyWay.SLAB, 1, 17 * PAGE_BYTES)
-    assert memcpy.num_copies == 18
-    apart = [(2 * i, NUM_BLOCKS - 1 - i, 1) for i in range(20)]
-    assert copies.load(0, copies.prepare(apart)).way is CopyWay.STRIDED
-
-
-def test_without_the_driver_torch_copies(monkeypatch: pytest.MonkeyPatch) -> None:
-    records, layers = new_records(), layers_of("layers")
-    monkeypatch.setattr(page_copies, "cuda_memcpy_2d", lambda device: None)
-    copies = PageCopies(records, layers)
-    copies._is_host = False  # as if the pages lay on a GPU
-    copies._memcpy = None
-    assert copies.load(1, copies.prepare([(3, 5, 4)])).way is CopyWay.PLAIN
-    assert torch.equal(as_bytes(layers[1])[5:9], records[3:7, 1])
-    assert copies.save(2, copies.prepare([(30, 1, 2)])).way is CopyWay.PLAIN
-    assert torch.equal(records[30:32, 2], as_bytes(layers[2])[1:3])
+    copies._gather = None  # also where kernels are interpreted
+    runs = copies.prepare([(i, NUM_BLOCKS - 1 - i, 1) for i in range(30)])
+    assert copies.load(0, runs) == (CopyWay.STRIDED, 30, 30 * PAGE_BYTES)
+    assert copies.save(1, runs) == (CopyWay.STRIDED, 30, 30 * PAGE_BYTES)
+    assert memcpy.num_copies == 60
 
 
 @pytest.mark.parametrize("run", [(39, 1, 2), (-1, 1, 1), (0, 0, 1), (0, 49, 2), (0, 1, 0)])

@@ -1,0 +1,175 @@
+"""Pages of one layer between pinned host records and the device, however they lie: one kernel.
+
+A copy engine takes about 3 us for each run of neighbours, which is as long as 160 KiB take on the
+link. A kernel reads host memory itself, page by page, for as many runs as there are.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from interlace.layers.kernels.host_copies import read_words
+from interlace.layers.kernels.toolchain import (
+    Pointer,
+    Scalar,
+    constexpr,
+    jit,
+    next_power_of_2,
+    tl,
+)
+
+_RECORD, _BLOCK = 0, 1
+"""Columns of pairs."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class GatherTiles:
+    """How the copying is shared out."""
+
+    programs: int
+    """Each keeps a place on a multiprocessor, which matrix products then lack."""
+    tile_bytes: int
+    """That a program asks for at a time, a power of two."""
+    num_warps: int
+
+
+GATHER_TILES = GatherTiles(programs=8, tile_bytes=32 << 10, num_warps=8)
+"""256 KiB under way, eight times 16 bytes a thread. 55 GB/s over a link whose answers take 2 us
+need 110 KiB at all times, and a program asks for nothing while it reads where its next page lies.
+"""
+
+
+@jit("num_tiles")
+def page_gather_kernel(
+    source: Pointer,
+    target: Pointer,
+    pairs: Pointer,
+    num_tiles: Scalar,
+    source_stride: constexpr,
+    target_stride: constexpr,
+    page_words: constexpr,
+    tile: constexpr,
+    source_column: constexpr,
+) -> None:
+    """Rows of `target` become rows of `source`, by pairs of row numbers. Grid: any number.
+
+    Programs take tiles in turn, so that all of them read neighbouring host memory. Strides are in
+    words. What was read is not read again, so it goes from the caches first.
+    """
+    tiles_per_page: constexpr = (page_words + tile - 1) // tile
+    lane = tl.arange(0, tile)
+    for i in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
+        pair = pairs + 2 * (i // tiles_per_page)
+        source_row = tl.load(pair + source_column).to(tl.int64)
+        target_row = tl.load(pair + (1 - source_column)).to(tl.int64)
+        word = (i % tiles_per_page) * tile + lane
+        inside = word < page_words
+        source_at = source + source_row * source_stride + word
+        words = tl.load(source_at, mask=inside, eviction_policy="evict_first")
+        tl.store(target + target_row * target_stride + word, words, mask=inside)
+
+
+class Pairs:
+    """Which record belongs to which block, on the device. To be kept while copies use it."""
+
+    def __init__(
+        self, numbers: np.ndarray[tuple[int, int], np.dtype[np.int32]], device: torch.device
+    ) -> None:
+        """`numbers`: int32 [pairs, (record, block)]. Queues their upload on the current stream."""
+        self.count = len(numbers)
+        self._host = torch.empty(numbers.shape, dtype=torch.int32, pin_memory=device.type == "cuda")
+        self._host.numpy()[:] = numbers
+        self.on_device = torch.empty(numbers.shape, dtype=torch.int32, device=device)
+        read_words(self._host, self.on_device, numbers.size)
+
+
+class PageGather:
+    """Copies between records and the pages of layers. Device thread; queued on the current stream.
+
+    Made before the first step: it compiles what it needs, and loads it onto the device.
+    """
+
+    def __init__(
+        self, records: Tensor, layers: Sequence[Tensor], *, tiles: GatherTiles = GATHER_TILES
+    ) -> None:
+        """`records`: uint8 [num_records, num_layers, page_bytes], contiguous, pinned for a GPU.
+
+        `layers`: uint8 [num_blocks, page_bytes] on one device, pages contiguous; `tiles` is for
+        measuring. Pages and records whose addresses and strides are divisible by 8 are copied fast.
+        """
+        word = _word(records, layers)
+        by_layer = records.view(word).unbind(1)
+        self._layers = [
+            (kept, kept.stride(0), rows.view(word), rows.stride(0) // word.itemsize)
+            for kept, rows in zip(by_layer, layers, strict=True)
+        ]
+        self._device = layers[0].device
+        self._page_words = by_layer[0].shape[1]
+        self._tile = min(tiles.tile_bytes // word.itemsize, next_power_of_2(self._page_words))
+        self._tiles_per_page = -(-self._page_words // self._tile)
+        self._grid = (tiles.programs,)
+        self._num_warps = tiles.num_warps
+        self._warm_up()
+
+    def _warm_up(self) -> None:
+        """Copy nothing, of each layer: how its memory is aligned chooses the code."""
+        nothing = Pairs(np.zeros((1, 2), np.int32), self._device)
+        nothing.count = 0
+        for layer in range(len(self._layers)):
+            self.load(layer, nothing)
+            self.save(layer, nothing)
+        if self._device.type == "cuda":  # before `nothing` is let go of
+            torch.cuda.current_stream(self._device).synchronize()
+
+    def pairs(self, runs: Sequence[tuple[int, int, int]]) -> Pairs:
+        """Of runs (first record, first block, number of blocks), one at least; queues their upload.
+
+        Nothing is checked here.
+        """
+        firsts = np.array(runs, np.int32)
+        counts = firsts[:, 2]
+        ends = np.cumsum(counts)
+        numbers = np.repeat(firsts[:, :2], counts, axis=0)
+        numbers += (np.arange(ends[-1]) - np.repeat(ends - counts, counts))[:, None].astype(
+            np.int32
+        )
+        return Pairs(numbers, self._device)
+
+    def load(self, layer: int, pairs: Pairs) -> None:
+        """From records into the pages of `layer`. No block may be in two pairs."""
+        kept, stride, rows, row_stride = self._layers[layer]
+        self._launch(kept, rows, pairs, stride, row_stride, _RECORD)
+
+    def save(self, layer: int, pairs: Pairs) -> None:
+        """From the pages of `layer` into records. No record may be in two pairs."""
+        kept, stride, rows, row_stride = self._layers[layer]
+        self._launch(rows, kept, pairs, row_stride, stride, _BLOCK)
+
+    def _launch(
+        self,
+        source: Tensor,
+        target: Tensor,
+        pairs: Pairs,
+        source_stride: int,
+        target_stride: int,
+        source_column: int,
+    ) -> None:
+        page_gather_kernel[self._grid](
+            source, target, pairs.on_device, pairs.count * self._tiles_per_page,
+            source_stride=source_stride, target_stride=target_stride,
+            page_words=self._page_words, tile=self._tile, source_column=source_column,
+            num_warps=self._num_warps,
+        )  # fmt: skip
+
+
+def _word(records: Tensor, layers: Sequence[Tensor]) -> torch.dtype:
+    """Eight bytes, two of which make a load of 16; single bytes where something does not lie so."""
+    places = [records.data_ptr(), int(records.shape[-1])]
+    for rows in layers:
+        places += [rows.data_ptr(), int(rows.storage_offset()), rows.stride(0)]
+    return torch.uint8 if any(place % 8 for place in places) else torch.int64
