@@ -2,7 +2,7 @@
 
 The only task that touches the scheduler's steps. It sleeps until a request comes or goes, or a
 step ends; it never computes on the device. Where only a KV connector can bring news, it runs empty
-steps, at first often and then ever more seldom.
+steps, at first at once and then ever more seldom: news wait for a sixteenth of their time at most.
 """
 
 from __future__ import annotations
@@ -23,11 +23,18 @@ from interlace.engine.scheduler_output import SchedulerOutput
 
 logger = logging.getLogger(__name__)
 
-FIRST_POLL_S = 0.0005
+SHORTEST_POLL_S = 0.0005
 LONGEST_POLL_S = 0.020
 """Between empty steps, while a connector has transfers under way and nothing else is to do."""
+POLL_SHARE = 16
+"""Between these it is this part of the time since there was news."""
 CLOSING_S = 5.0
 """How long a loop that was told to stop waits for ended requests that a connector still holds."""
+
+
+def poll_pause(waited_s: float) -> float:
+    """Seconds until the next empty step, when there was no news for `waited_s`."""
+    return min(max(SHORTEST_POLL_S, waited_s / POLL_SHARE), LONGEST_POLL_S)
 
 
 class _Step:
@@ -94,12 +101,12 @@ class StepLoop:
         self._stopping = False
         self._closing_until_s = 0.0
         self._poll_due = False
-        self._poll_s = FIRST_POLL_S
+        self._had_news_s = clock.monotonic()
         self._inflight: deque[_Step] = deque()
 
     def wake(self) -> None:
         """Look for work: a request came or went. Loop thread."""
-        self._poll_s = FIRST_POLL_S
+        self._note_news()
         self._wake.set()
 
     def stop(self) -> None:
@@ -150,11 +157,14 @@ class StepLoop:
             # A step that ended meanwhile has set the flag again.
             await self._wake.wait()
             return
+        pause_s = poll_pause(self._clock.monotonic() - self._had_news_s)
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._wake.wait(), self._poll_s)
+            await asyncio.wait_for(self._wake.wait(), pause_s)
             return
         self._poll_due = True
-        self._poll_s = min(2 * self._poll_s, LONGEST_POLL_S)
+
+    def _note_news(self) -> None:
+        self._had_news_s = self._clock.monotonic()
 
     def _launch_steps(self) -> None:
         depth = self._scheduler.config.max_inflight_steps
@@ -194,8 +204,9 @@ class StepLoop:
         while self._inflight and self._inflight[0].is_done:
             step = self._inflight.popleft()
             plan, output = step.plan, step.result()
+            self._poll_due |= plan.total_num_scheduled_tokens > 0
             if plan.total_num_scheduled_tokens or output.kv_connector_output is not None:
-                self._poll_s = FIRST_POLL_S
+                self._note_news()
             updates = self._scheduler.update_from_output(plan, output)
             self._outputs.process(updates)
 
