@@ -38,6 +38,10 @@ _FIRST_RATE_S = 0.010
 _SUBSETS = tuple(subset for size in (3, 2, 1) for subset in itertools.combinations((1, 2, 0), size))
 """Of a step's prices, by their index. The first of equally good ones is taken: if the steps seen
 do not tell a step's price from a token's, long prompts had better not look free."""
+_BESIDE_S = 0.004
+"""What a load beside the steps costs its request besides: the host plans, launches and waits for
+more steps, of which the device's times know nothing. 4 to 5 ms on the machine of the README's
+tables, whose host is slow."""
 _TINY = 1e-9
 _MARGIN = 1e-6
 
@@ -190,9 +194,9 @@ def choose_way(mode: LoadMode, forecast: Forecast, max_stall_s: float) -> Way:
         return Way[mode.upper()]
     if forecast.rest_s is None or forecast.first_step_s is None or forecast.load_s is None:
         return Way.BULK if forecast.num_running else Way.LAYERWISE
-    times = {Way.BULK: (forecast.bulk_load_s or 0.0) + forecast.rest_s}
+    times = {Way.BULK: _BESIDE_S + (forecast.bulk_load_s or 0.0) + forecast.rest_s}
     if forecast.hybrid_s is not None:
-        times[Way.HYBRID] = forecast.hybrid_s + forecast.rest_s
+        times[Way.HYBRID] = _BESIDE_S + forecast.hybrid_s + forecast.rest_s
     stall_s = max(0.0, forecast.load_s - forecast.first_step_s)
     if stall_s * forecast.num_running <= max_stall_s:
         times[Way.LAYERWISE] = stall_s + max(forecast.rest_s, forecast.first_step_s)

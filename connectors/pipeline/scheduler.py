@@ -282,6 +282,8 @@ class PipelineScheduler:
             split,
         )
         tracked.is_loading = is_async
+        if first == 0:
+            tracked.num_settled = end  # all of it is stored: nothing is to be saved
 
     # ---------------------------------------------------------------- steps
 
