@@ -185,6 +185,9 @@ class KVHooks:
         events = self._checked("get_kv_connector_kv_cache_events", KVConnectorKVEvents)
         meta = self._checked("build_connector_worker_meta", KVConnectorWorkerMetadata)
         self._call("clear_connector_metadata")
+        has_news = stats is not None or events is not None or meta is not None
+        if not (has_news or sending or recving or invalid or self._failed_blocks):
+            return None  # as nearly always: sooner found than made
         reports = KVConnectorOutput(
             # Copies: the connector may go on using its own.
             finished_sending=set(sending) if sending else None,
