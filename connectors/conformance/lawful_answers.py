@@ -74,6 +74,13 @@ def _match(call: HookCall) -> str | None:
     return "it must be (tokens or None, whether asynchronous)"
 
 
+def _compute_end(call: HookCall) -> str | None:
+    request = call.args[0]
+    if call.answer is None or (_is_count(call.answer) and 0 <= call.answer < request.num_tokens):
+        return None
+    return f"it must be None or a number of tokens, below the {request.num_tokens} that there are"
+
+
 def _meta(call: HookCall) -> str | None:
     if call.answer is None:
         return "return a KVConnectorMetadata in every step"
@@ -119,6 +126,7 @@ def _nothing(call: HookCall) -> str | None:
 
 _CHECKS: dict[str, Callable[[HookCall], Any]] = {
     "get_num_new_matched_tokens": _match,
+    "get_compute_end": _compute_end,
     "build_connector_meta": _meta,
     "request_finished": _finished,
     "request_finished_all_groups": _finished,

@@ -31,6 +31,7 @@ class LoadJudge(Detector):
             "get_finished",
             "get_block_ids_with_load_errors",
             "get_compute_end",
+            "build_connector_meta",
         )
     )
 
@@ -51,8 +52,9 @@ class LoadJudge(Detector):
         """(load, rank, block id) -> what was wrong with it first."""
         self._received: dict[int, list[Load]] = {}
         """Rank -> loads that the last `get_finished` reported."""
-        self._undecided: dict[str, tuple[HookCall, Load]] = {}
-        """Request id -> its load from the back that was received, and the call that said so."""
+        self._undecided: dict[str, list[tuple[HookCall, Load]]] = {}
+        """Request id -> its load from the back, and the calls that said so, of each worker that has
+        reported it as received."""
         self.lost_hashes: set[bytes] = set()
         """Of blocks that were damaged in the connector's store."""
 
@@ -71,6 +73,9 @@ class LoadJudge(Detector):
                 self._verdict(call)
             case "get_compute_end" if call.error is None:
                 self._late_verdict(call.args[0].request_id, call.answer)
+            case "build_connector_meta" if call.error is None:
+                for request_id in call.args[0].preempted_req_ids:
+                    self._late_verdict(request_id, None)  # nobody will use what came
 
     def _end_of_wait(self, rank: int, layer: str) -> None:
         for load in self._ledger.running_step_loads(rank):
@@ -112,7 +117,7 @@ class LoadJudge(Detector):
         received = self._received.pop(call.rank, [])
         for load in (*self._ledger.running_step_loads(call.rank), *received):
             if load.is_from_the_back:
-                self._undecided[load.request.request_id] = (call, load)
+                self._undecided.setdefault(load.request.request_id, []).append((call, load))
                 self._ledger.end(load, call.rank, is_complete=False)
                 continue
             if not load.request.is_finished:
@@ -124,13 +129,12 @@ class LoadJudge(Detector):
                 self._pages.nudge(load.block_ids)
 
     def _late_verdict(self, request_id: str, compute_end: int | None) -> None:
-        call, load = self._undecided.pop(request_id, (None, None))
-        if call is None or load is None:
-            return
-        if compute_end is not None and not load.request.is_finished:
-            self._watch.evidence["loads from the back"] += 1
-            self._judge(call, load, compute_end)
-        self._forget_suspects(load, call.rank)
+        """What was received is used from `compute_end` on; not at all if that is None."""
+        for call, load in self._undecided.pop(request_id, ()):
+            if compute_end is not None and not load.request.is_finished:
+                self._watch.evidence["loads from the back"] += 1
+                self._judge(call, load, compute_end)
+            self._forget_suspects(load, call.rank)
 
     def _forget_suspects(self, load: Load, rank: int) -> None:
         for block_id in load.block_ids:

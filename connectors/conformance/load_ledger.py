@@ -124,8 +124,7 @@ class LoadLedger(Detector):
                 self._asked[request.request_id] = (computed, call.answer[1])
                 self._runs_at_once.discard(request.request_id)
             case "get_compute_end":
-                if call.answer is not None:
-                    self._runs_at_once.add(call.args[0].request_id)
+                self._follow_compute_end(call.args[0].request_id, call.answer)
             case "update_state_after_alloc":
                 request, blocks, num_tokens = call.args
                 if num_tokens:
@@ -138,9 +137,16 @@ class LoadLedger(Detector):
             case "request_finished" | "request_finished_all_groups":
                 request = call.args[0]
                 self._asked.pop(request.request_id, None)
+                self._runs_at_once.discard(request.request_id)
                 if call.answer[0]:
                     self.held[request.request_id] = set(range(self._num_ranks))
                     self._watch.evidence["held"] += 1
+
+    def _follow_compute_end(self, request_id: str, compute_end: int | None) -> None:
+        """With nothing to compute, the request waits for its load."""
+        num_computed, _ = self._asked.get(request_id, (0, False))
+        if compute_end is not None and compute_end > num_computed:
+            self._runs_at_once.add(request_id)
 
     def _follow_step(self, output: SchedulerOutput) -> None:
         before = computed_before(output)

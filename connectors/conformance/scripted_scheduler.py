@@ -7,7 +7,7 @@ knows of a bad block beneath it by then.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from typing import Any
 
 from interlace.connectors.conformance.script import Async, Pages, Script, Sync
@@ -94,8 +94,9 @@ class ScriptedScheduler:
         """The answer to the next query about the request's load."""
         tracked = self._tracked[request.request_id]
         end = self._script.rule(request.request_id).compute_end(tracked.num_end_queries)
+        is_asked_on = tracked.num_end_queries > 0
         tracked.num_end_queries += 1
-        if isinstance(end, int):
+        if isinstance(end, int) and (request.request_id in self._loading or not is_asked_on):
             num_tokens = max(0, end - tracked.num_computed_tokens)
             self._not_brought[request.request_id] = num_tokens // self._block_size
         return end
@@ -147,7 +148,7 @@ class ScriptedScheduler:
         held = frozenset(self._held & output.finished_req_ids)
         self._held -= held
         lost_loads = frozenset(self._loading & output.preempted_req_ids)
-        self._loading -= lost_loads
+        self._end_loads(lost_loads)
         not_brought = {i: self._not_brought[i] for i in self._loading & self._not_brought.keys()}
         return ScriptedMetadata(output.step_id, loads, saves, held, not_brought, lost_loads)
 
@@ -180,7 +181,7 @@ class ScriptedScheduler:
 
     def applied(self, output: KVConnectorOutput) -> None:
         """A step was applied: note what went wrong, then store its good copies."""
-        self._loading -= output.finished_recving or set()
+        self._end_loads(output.finished_recving or ())
         for step in self._saving.values():
             step.bad.update(output.invalid_block_ids)
         meta = output.kv_connector_worker_meta
@@ -188,6 +189,11 @@ class ScriptedScheduler:
             for step_id, by_rank in meta.copies.items():
                 in_order = [by_rank[rank] for rank in sorted(by_rank)]
                 self._publish(self._saving.pop(step_id), in_order)
+
+    def _end_loads(self, request_ids: Iterable[str]) -> None:
+        for request_id in request_ids:
+            self._loading.discard(request_id)
+            self._not_brought.pop(request_id, None)
 
     def _publish(self, step: _SavingStep, copies: list[dict[BlockHash, Pages]]) -> None:
         """Store what all ranks have copied, rank by rank."""
@@ -213,7 +219,8 @@ class ScriptedScheduler:
     @property
     def is_idle(self) -> bool:
         """Whether no request is remembered, and nothing is on its way to or from a worker."""
-        left = (self._tracked, self._new_loads, self._loading, self._held, self._saving)
+        of_loads = (self._new_loads, self._loading, self._not_brought)
+        left = (self._tracked, *of_loads, self._held, self._saving)
         return not any(left)
 
 
