@@ -24,6 +24,8 @@ FEED_FORWARD_KERNEL = "silu_mul_kernel"
 """Once a layer; one matrix product of the layer follows."""
 NORM_KERNEL = "rms_norm_kernel"
 """The first one behind a layer's feed-forward belongs to what follows the layer."""
+GATHER_KERNEL = "page_gather_kernel"
+"""Loads a layer in place of copies, where blocks are no neighbours."""
 _OF_LAYERS = (GATE_KERNEL, FEED_FORWARD_KERNEL, NORM_KERNEL)
 """Streams with these compute; a graph's parts may be told as on several."""
 
@@ -130,13 +132,13 @@ def _load_lane(others: Sequence[DeviceEvent], shape: LoadShape) -> list[DeviceEv
 
 
 def _is_copy_of_kv(event: DeviceEvent, shape: LoadShape) -> bool:
-    """Smaller copies bring block ids."""
+    """Or the kernel that reads a layer from host memory. Smaller copies bring block ids."""
     is_large = event.num_bytes is None or event.num_bytes >= shape.page_bytes
-    return event.kind == "to_device" and is_large
+    return event.name == GATHER_KERNEL or (event.kind == "to_device" and is_large)
 
 
 def _layer_load(events: Sequence[DeviceEvent], shape: LoadShape) -> LayerLoad:
-    """Its copies, and the kernels behind them that scatter what came through a slab."""
+    """Its copies, or the kernel in place of them."""
     return LayerLoad(
         events[0].begin_ns,
         max(event.end_ns for event in events),

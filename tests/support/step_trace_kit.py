@@ -93,7 +93,7 @@ class FakeDevice:
 def a_step(num_layers: int = 4) -> FakeDevice:
     """One that loads two copies of 4,000 bytes a layer, and waits for each layer."""
     device = FakeDevice()
-    device.copy(980, 3, 200)  # block ids, for a slab
+    device.copy(980, 3, 200)  # something small
     device.copy(990, 2, 3000, stream=COMPUTE)  # the step's inputs
     for layer in range(num_layers):
         device.copy(985 + 100 * layer, 50)
