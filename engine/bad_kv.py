@@ -6,11 +6,20 @@ Decides nothing about the requests' further fate. Loop thread.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 from interlace.engine.block_pool import KVCacheBlock
 from interlace.engine.kv_cache_manager import KVCacheManager
 from interlace.engine.request import Request
 from interlace.engine.step_plan import StepPlan
+
+
+class Lost(NamedTuple):
+    """A request that was set back."""
+
+    request: Request
+    position: int
+    """From which on its KV did not come, or stands on such."""
 
 
 def set_back(
@@ -19,7 +28,7 @@ def set_back(
     requests: Iterable[Request],
     invalid_block_ids: frozenset[int],
     kv_cache: KVCacheManager,
-) -> list[Request]:
+) -> list[Lost]:
     """Set back every request whose computed or loaded tokens lie in an invalid block.
 
     That is the one that loads it and all that share it: each keeps the tokens before the block, and
@@ -38,11 +47,12 @@ def set_back(
         # Blocks that steps in flight write to are not what was promised.
         num_tokens = began_at.get(request.request_id, request.num_computed_tokens)
         num_good = _withdraw_from_bad(request.blocks, num_tokens, invalid_block_ids, kv_cache)
-        lost_back = _shorten_hole(request, invalid_block_ids, kv_cache.block_size)
-        if num_good is None and not lost_back:
+        hole_end = _shorten_hole(request, invalid_block_ids, kv_cache.block_size)
+        position = hole_end if num_good is None else num_good
+        if position is None:
             continue
         request.note_failed_load(step.step_id)
-        hit.append(request)
+        hit.append(Lost(request, position))
         if num_good is not None:
             request.set_back(num_good)
     for item in step.scheduled:
@@ -56,16 +66,19 @@ def set_back(
     return hit
 
 
-def _shorten_hole(request: Request, invalid_block_ids: frozenset[int], block_size: int) -> bool:
-    """Whether a block is bad that was loaded from the back: it and all behind are computed."""
+def _shorten_hole(
+    request: Request, invalid_block_ids: frozenset[int], block_size: int
+) -> int | None:
+    """A block that is loaded from the back is bad: it and all behind are computed. Returns the
+    tokens before it; None: they are all good."""
     if request.hole_end is None:
-        return False
+        return None
     first = request.num_computed_tokens // block_size
     for index in range(first, -(-request.hole_end // block_size)):
         if request.blocks[index].block_id in invalid_block_ids:
             request.hole_end = index * block_size
-            return True
-    return False
+            return request.hole_end
+    return None
 
 
 def _withdraw_from_bad(

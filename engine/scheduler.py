@@ -26,7 +26,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Literal
 
 from interlace.engine.admission import NotNow, Start, find_start
-from interlace.engine.bad_kv import set_back
+from interlace.engine.bad_kv import Lost, set_back
 from interlace.engine.block_pool import KVCacheBlock
 from interlace.engine.config import CacheConfig, SchedulerConfig
 from interlace.engine.connector_calls import ConnectorCalls
@@ -671,8 +671,8 @@ class Scheduler:
         holders = (*self.parked, *self.running)
         hit = set_back(step, self._inflight, holders, invalid, self.kv_cache)
         if not self._recomputes:
-            return [self._fail_for_bad_kv(request) for request in hit]
-        for request in reversed(hit):
+            return [self._fail_for_bad_kv(lost) for lost in hit]
+        for request, _ in reversed(hit):
             if request.status is RequestStatus.RUNNING and self._shares_what_it_lost(request):
                 self._preempt(request)
                 self._preempted.append(request)
@@ -683,13 +683,13 @@ class Scheduler:
         first = request.num_computed_tokens // self.kv_cache.block_size
         return any(block.ref_cnt > 1 for block in request.blocks[first:])
 
-    def _fail_for_bad_kv(self, request: Request) -> RequestUpdate:
+    def _fail_for_bad_kv(self, lost: Lost) -> RequestUpdate:
         error = (
-            f"KV from position {request.num_computed_tokens} on could not be loaded; "
+            f"KV from position {lost.position} on could not be loaded; "
             "kv_load_failure_policy='recompute' would compute it instead."
         )
-        self.finish_request(request, RequestStatus.FINISHED_ERROR, error=error)
-        return RequestUpdate(request, (), None)
+        self.finish_request(lost.request, RequestStatus.FINISHED_ERROR, error=error)
+        return RequestUpdate(lost.request, (), None)
 
     def _apply_reports(self, reports: KVConnectorOutput, step_id: int) -> None:
         """Follow what the connector's worker side reports: loads and reads that have ended."""

@@ -98,6 +98,10 @@ class Split:
         """Let the load end with what is under way; None if it has ended."""
         return None if self._has_ended else self._say(self._end)
 
+    def lose(self) -> None:
+        """The load ends with what has come: its blocks are handed on."""
+        self._floor = self._end - self._num_loaded
+
     def adjust(self, step: PlannedStep, compute_s: ComputeTime, load_s: LoadTime) -> Share | None:
         """Give one of the two a part of what the other has left, if that is sooner."""
         num_computed, num_planned = step.num_computed, step.num_planned

@@ -321,6 +321,7 @@ class PipelineScheduler:
         tracked.is_loading = False
         split = self._splits.pop(tracked.request.request_id, None)
         if split is not None and split.load_id in self._open_loads:
+            split.lose()
             self._lost_loads.add(split.load_id)
 
     def _adjust_splits(self, output: SchedulerOutput, before: Mapping[str, int]) -> None:

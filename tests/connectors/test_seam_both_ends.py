@@ -244,6 +244,7 @@ def test_a_bad_block(bad: frozenset[int], on_failure: Policy, depth: int, *, ear
     if on_failure == "fail" and is_lost:
         engine.run()
         assert request.status is RequestStatus.FINISHED_ERROR
+        assert f"KV from position {4 * min(bad)} on could not be loaded" in str(request.error)
         return
     engine.run(request)
     assert request.num_external_cached_tokens == 4 * (min({8} | (bad - {0, 3})) - 4)

@@ -137,6 +137,41 @@ async def test_closing_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -
 
 
 @both_depths
+@pytest.mark.parametrize("bad", [frozenset[int](), frozenset({3})])
+async def test_an_idle_engine_ends_a_load_from_the_back_by_itself(
+    bad: frozenset[int], depth: int
+) -> None:
+    script = Script()
+    await warm(script)
+    script.default = Rule(answers=(Async(16),), compute_ends=(8,), load_delay=7, fail=bad)
+    async with open_engine(is_open=True, depth=depth, connector=sides_of(script)) as it:
+        done = await assert_answer(it)
+        assert done.usage.num_local_cached_tokens == 0
+        assert done.usage.num_external_cached_tokens == (4 if bad else 8)
+        assert it.engine.snapshot().stats.num_external_cached_tokens == (4 if bad else 8)
+        await it.assert_nothing_left()
+
+
+@both_depths
+@pytest.mark.parametrize("delay", [7, None])
+async def test_closing_while_a_request_is_loaded_from_the_back(
+    delay: int | None, depth: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its blocks are filled until the load ends, if it does."""
+    if delay is None:
+        monkeypatch.setattr(loop, "CLOSING_S", 0.1)
+    script = Script()
+    await warm(script)
+    script.default = Rule(answers=(Async(16),), compute_ends=(8,), load_delay=delay)
+    async with open_engine(is_open=True, depth=depth, connector=sides_of(script)) as it:
+        stream = it.generate(PROMPT, 6)
+        await until(lambda: [r.num_computed_tokens for r in it.engine.snapshot().running] == [8])
+    assert (await read_all(stream))[-1].finish_reason == "abort"
+    assert it.engine.snapshot().num_held_requests == (delay is None)
+    assert script.count("shutdown") == 4  # of two engines
+
+
+@both_depths
 async def test_aborts_while_it_loads(depth: int) -> None:
     script = Script(default=Rule(answers=(Async(16),), load_delay=14))
     await warm(script)

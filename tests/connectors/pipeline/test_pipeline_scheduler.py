@@ -714,6 +714,7 @@ def test_a_preemption_with_the_hole_open_ends_the_load(depth: int) -> None:
         assert world.stepper.step()
     lost = {load_id for metadata in world.worker.metadata for load_id in metadata.lost_loads}
     assert len(lost) == 1
+    assert "blocks_loaded" not in world.counts()
     world.worker.is_stuck = False
     world.run(running, victim)
 
