@@ -43,22 +43,23 @@ def right_answer(prompt: tuple[int, ...], num_tokens: int) -> list[int]:
 # -------------------------------------------------------------------- splits of one prompt
 
 
-def some_splits(seed: int) -> list[tuple[int, int, int]]:
-    """(cached on the device, stored in records, new), in tokens: around each kind of edge of a
-    block, and some at random. Stored are those behind the cached ones."""
+def some_splits(seed: int, num_edges: int) -> list[tuple[int, int, int]]:
+    """(cached on the device, stored in records, new), in tokens: around the edges of blocks, which
+    are 24, and some at random. Stored are those behind the cached ones."""
     draw = random.Random(seed)
     edges = [(p, q, r) for p in (0, 7, 8, 9) for q in (3, 4, 5) for r in (1, 4)]
     some = [(draw.randrange(20), draw.randrange(1, 24), draw.randrange(1, 12)) for _ in range(4)]
-    return draw.sample(edges, 8) + some
+    return draw.sample(edges, num_edges) + some
 
 
 @modes
 async def test_any_split_of_a_prompt(load_mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     seed = sum(map(ord, load_mode))
+    splits = some_splits(seed, 24 if load_mode == "layerwise" else 12)
     rig = Rig(VirtualLanes(seed))
     rig.install(monkeypatch)
     async with an_engine(MODEL, load_mode, group_size=1 + seed % 3) as engine:
-        for number, (cached, stored, new) in enumerate(some_splits(seed)):
+        for number, (cached, stored, new) in enumerate(splits):
             prompt = some_tokens(1000 * seed + number, cached + stored + new)
             await ask(engine, prompt[: cached + stored], 1)
             await forget_on_device(engine)
