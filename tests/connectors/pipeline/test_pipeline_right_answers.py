@@ -163,8 +163,9 @@ class Failing:
 
 
 @forced_modes
-@pytest.mark.parametrize("layer", range(NUM_LAYERS))
-@pytest.mark.parametrize("policy", ["recompute", "fail"])
+@pytest.mark.parametrize(
+    ("policy", "layer"), [*(("recompute", layer) for layer in range(NUM_LAYERS)), ("fail", 1)]
+)
 async def test_a_copy_that_fails_costs_its_request_alone(
     load_mode: str,
     layer: int,
