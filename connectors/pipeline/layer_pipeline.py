@@ -242,12 +242,14 @@ class LayerPipeline:
 
     # ---------------------------------------------------------------- beside the steps
 
-    def submit_bulk(self, runs: Sequence[Run]) -> FedTransfer:
-        """Load these beside the steps, behind the loads that came before.
+    def submit_bulk(self, runs: Sequence[Run], *, window_bytes: int = 0) -> FedTransfer:
+        """Load these beside the steps, behind the loads that came before. `window_bytes` of it may
+        be queued, if the pipeline's own window is smaller: who polls once a step leaves the link
+        idle else.
 
         Raises: `ConnectorError` if `runs` do not fit.
         """
-        load = self._bulk.add(tuple(runs), self.record_compute())
+        load = self._bulk.add(tuple(runs), self.record_compute(), window_bytes=window_bytes)
         self.poll()
         return load
 

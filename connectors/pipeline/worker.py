@@ -38,6 +38,9 @@ if TYPE_CHECKING:
     import torch
 
 _CLOSE_S = 10.0
+_BESIDE_S = 0.004
+"""Of loading beside the steps is under way at a time: what passes from one decode step to the next,
+and what a load within a step has to wait for at most."""
 _HURRIED_S = 0.020
 """Of loading from the back is under way at a time: as long as it takes to launch a long step."""
 
@@ -60,7 +63,7 @@ class PipelineWorker:
         self._options = options
         self._lanes = lanes
         self._window_bytes = window_bytes
-        self._hurried_bytes = window_bytes
+        self._beside_bytes = self._hurried_bytes = window_bytes
         self._opened: _Opened | None = None
         self._begun: PipelineMetadata | None = None
         self._has_forward = False  # of this step
@@ -122,6 +125,7 @@ class PipelineWorker:
         """What there is, and how fast it loads: measures that."""
         records = self._open.records
         load_rate = records.measure_load_rate()
+        self._beside_bytes = int(load_rate * _BESIDE_S)
         self._hurried_bytes = max(self._window_bytes, int(load_rate * _HURRIED_S))
         return PipelineHandshake(records.num_records, records.record_bytes, load_rate)
 
@@ -180,7 +184,8 @@ class PipelineWorker:
         pipeline = self._open.pipeline
         try:
             if load.share is None:
-                one = _BulkLoad(load, pipeline.submit_bulk(load.runs))
+                transfer = pipeline.submit_bulk(load.runs, window_bytes=self._beside_bytes)
+                one = _BulkLoad(load, transfer)
             else:
                 one = _BulkLoad(
                     load,

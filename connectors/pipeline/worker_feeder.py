@@ -187,13 +187,18 @@ class Feeder:
         self._fed: deque[tuple[FedTransfer, Gate, int]] = deque()
         self._fed_bytes = 0
 
-    def add(self, runs: tuple[Run, ...], after: Gate | None = None) -> FedTransfer:
+    def add(
+        self, runs: tuple[Run, ...], after: Gate | None = None, *, window_bytes: int = 0
+    ) -> FedTransfer:
         """A transfer that begins, when it is its turn, behind `after`. `poll` moves it on.
+        `window_bytes` of it may be queued, if the feeder's own window is smaller.
 
         Raises: `ConnectorError` if `runs` do not fit.
         """
-        slices = _cut(self.copies, runs, self._slice_bytes)
+        slice_bytes = max(self._slice_bytes, window_bytes // _SLICES_PER_WINDOW)
+        slices = _cut(self.copies, runs, slice_bytes)
         transfer = FedTransfer(slices, self._copy_layer, after, self._watch)
+        transfer.window_bytes = window_bytes
         self.append(transfer)
         return transfer
 
