@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from typing import Any
 
@@ -16,6 +17,7 @@ from interlace.connectors.pipeline.messages import (
     PipelineReport,
     RecordRun,
     Save,
+    Share,
 )
 from interlace.connectors.pipeline.options import PipelineOptions
 from interlace.connectors.pipeline.worker import PipelineWorker
@@ -300,6 +302,38 @@ def test_an_idle_engine_polls_seldom_so_all_is_fed_at_once() -> None:
     assert bulk.transfer.last_gate.wait()
     assert kit.step()[1] == {"a"}
     kit.worker.close()
+
+
+@pytest.mark.parametrize("num_works", [0, 1])
+def test_a_lost_load_writes_nothing_when_its_blocks_are_handed_on(num_works: int) -> None:
+    """Some of it is on the lane then. Its end is told, and nothing else of it; its id is free."""
+    lanes = VirtualLanes(0, "lazy", polls_per_work=1000)
+    kit = Kit(lanes)
+    for record in range(6):
+        kit.keep(record, 100.0)
+    order = Load(7, "a", run(0, 1, 6), is_async=True, share=5)
+    kit.step(loads=(order,))
+    for _ in range(num_works):
+        assert lanes.advance()
+    assert any(label.startswith("bulk") for label in lanes.pending)
+    handed_on = kit.metadata(lost_loads=frozenset({7}), shares=(Share(7, 1, 6),))
+    kit.worker.handle_preemptions(handed_on)
+    for block_id in range(1, 7):
+        kit.fill(block_id, 5.0)
+    again = Load(8, "a", run(0, 11, 6), is_async=True, share=2)
+    kit.worker.start(dataclasses.replace(handed_on, loads=(again,)))
+    lanes.drain()
+    assert all(kit.holds(block_id, 5.0) for block_id in range(1, 7))
+    _, received, invalid, report = kit.reports()
+    while not received:  # the new load is fed when the lane has done with the lost one
+        lanes.drain()
+        _, received, more_invalid, more = kit.step()
+        invalid, report = invalid | more_invalid, report.aggregate(more)
+    assert received == {"a"}
+    assert not invalid
+    assert report.loaded == {7, 8}
+    assert {share.load_id for share in report.shares} == {8}
+    assert [kit.holds(block_id, 100.0) for block_id in range(11, 17)] == [False] * 4 + [True] * 2
 
 
 def test_steps_that_load_nothing_are_samples_of_how_long_a_step_takes() -> None:
