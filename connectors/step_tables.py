@@ -9,14 +9,16 @@ from interlace.engine.scheduler_output import SchedulerOutput
 
 
 def added_blocks(output: SchedulerOutput) -> Iterator[tuple[str, list[int], bool]]:
-    """(request id, block ids, resumed) of each request in the step that the worker knows already.
+    """(request id, block ids, resumed) of the requests in the step that the worker knows already
+    and whose blocks are not what they were.
 
     The ids come behind those that the request had, or, if it was resumed, in place of them. The
     blocks of new requests are those of `update_state_after_alloc`.
     """
     cached = output.scheduled_cached_reqs
     for req_id, added in zip(cached.req_ids, cached.new_block_ids, strict=True):
-        yield req_id, added[0] if added is not None else [], req_id in cached.resumed_req_ids
+        if added is not None or req_id in cached.resumed_req_ids:  # most have not changed
+            yield req_id, added[0] if added is not None else [], req_id in cached.resumed_req_ids
 
 
 class BlockTable(Protocol):

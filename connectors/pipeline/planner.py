@@ -116,6 +116,8 @@ class SavePlanner:
         `num_filled` blocks are full when the step ends. A block whose last token is still being
         sampled has no hash yet: a later plan finds it.
         """
+        if num_filled <= tracked.num_settled:
+            return  # as in most steps
         end = min(num_filled, len(tracked.request.block_hashes), len(tracked.block_ids))
         for begin, stop in list(self._runs(tracked, end)):
             self._save(tracked, begin, stop)

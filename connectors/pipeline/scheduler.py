@@ -294,12 +294,10 @@ class PipelineScheduler:
             self._planner.fence(self._requests[request_id])
             self._lose_load(self._requests[request_id])
         before = computed_before(scheduler_output)
-        self._adjust_splits(scheduler_output, before)
-        for request_id, num_new in scheduler_output.num_scheduled_tokens.items():
-            tracked = self._requests.get(request_id)
-            if tracked is not None and self._settings.may_save:
-                num_computed = before[request_id] + num_new
-                self._planner.plan(tracked, num_computed // self._block_size)
+        if self._splits:
+            self._adjust_splits(scheduler_output, before)
+        if self._settings.may_save:
+            self._plan_saves(scheduler_output, before)
         orders = self._planner.take_orders()
         loads, self._loads = self._loads, []
         shares, self._shares = self._shares, []
@@ -315,6 +313,13 @@ class PipelineScheduler:
             num_tokens=scheduler_output.total_num_scheduled_tokens,
             num_context_tokens=sum(before.values()),
         )
+
+    def _plan_saves(self, output: SchedulerOutput, before: Mapping[str, int]) -> None:
+        for request_id, num_new in output.num_scheduled_tokens.items():
+            tracked = self._requests.get(request_id)
+            if tracked is not None:
+                num_computed = before[request_id] + num_new
+                self._planner.plan(tracked, num_computed // self._block_size)
 
     def _lose_load(self, tracked: Tracked) -> None:
         """The request was preempted: a load from the back ends with it."""

@@ -258,6 +258,9 @@ class PipelineWorker:
         self._send_saves()
         opened.sampler.forget()  # a step without forward
         opened.pipeline.poll(is_idle=not self._has_forward)
+        if self._has_nothing_open:
+            steps = opened.sampler.take()
+            return PipelineReport(steps=steps) if steps else None
         copied, failed = self._take_ended_saves()
         loads = self._take_ended_loads()
         loaded, self._loaded = frozenset(self._loaded), set()
@@ -266,6 +269,12 @@ class PipelineWorker:
             shares += one.news()
         report = PipelineReport(copied, failed, loaded, tuple(shares), opened.sampler.take(), loads)
         return None if report == PipelineReport() else report
+
+    @property
+    def _has_nothing_open(self) -> bool:
+        """Whether there is nothing to tell but how long steps took: in most steps."""
+        loads = self._step_loads or self._bulk_loads or self._loaded or self._shares
+        return not (loads or self._saves or self._failed_saves)
 
     def _take_ended_saves(self) -> tuple[frozenset[int], frozenset[int]]:
         """(well, badly)."""
