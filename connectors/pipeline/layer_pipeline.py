@@ -298,8 +298,16 @@ class LayerPipeline:
 
         What of it is not queued on the device is given up, which fails it. On a GPU the compute
         stream waits for the rest, and the host for nothing.
+
+        Raises: `ConnectorError` if the copy under way does not return in time: then nothing may be
+        computed any more, since the blocks are others' by now.
         """
-        save.give_up()
+        if not save.give_up(self._deadline_s):
+            raise ConnectorError(
+                f"a copy for {save.name} has not returned for {self._deadline_s:g} s, and its"
+                " blocks are handed on: close the engine, and look at what holds up the host's"
+                " memory or its store."
+            )
         if self._compute is not None and save.last_gate is not None:
             self._compute.wait(save.last_gate)
 

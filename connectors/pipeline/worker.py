@@ -193,6 +193,8 @@ class PipelineWorker:
                 )
         except ConnectorError as error:
             one = _BulkLoad(load, None, error)
+        if one.transfer is not None:
+            one.transfer.name = load.request_id
         self._bulk_loads.append(one)
 
     def _follow(self, share: Share) -> None:

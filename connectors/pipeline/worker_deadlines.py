@@ -93,11 +93,12 @@ class PatientFeeder(Feeder):
             self._change_lane()
         logger.error(
             "lane %r has hung for %g s: %d transfers failed, and %d of them keep their blocks until"
-            " what is under way of them has ended",
+            " what is under way of them has ended: those of %s",
             name,
             self._deadline_s,
             len(failed),
             sum(not one.is_done for one in failed.values()),
+            ", ".join(one.name for one in failed.values() if not one.is_done) or "nobody",
         )
 
     def _change_lane(self) -> None:

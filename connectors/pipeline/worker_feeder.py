@@ -67,6 +67,8 @@ class FedTransfer:
 
     window_bytes: int = 0
     """Bytes of it that may be queued at a time, if the feeder's own window is smaller."""
+    name: str = "nobody in particular"
+    """For people: whose it is."""
 
     def __init__(
         self,
@@ -120,17 +122,20 @@ class FedTransfer:
         """What was copied so far."""
         return self._meter.stats()
 
-    def give_up(self) -> None:
+    def give_up(self, timeout_s: float) -> bool:
         """Copy nothing that has not been begun, nor queued on a device: it fails, unless that is
-        nothing. In host memory nothing is copied any more when this returns: it waits for the one
-        copy under way."""
-        with self._lock:
-            if self.next_slice is not None or self._num_run < self.num_fed:
-                self._is_given_up = True
-                self._error = self._error or ConnectorError(
-                    "the transfer was given up, since its blocks are handed on: copy them again"
-                )
-            self.drop()
+        nothing. In host memory nothing is copied any more when this returns True: it waits for the
+        one copy under way; False if that takes longer than `timeout_s`."""
+        has_ended = self._lock.acquire(timeout=min(timeout_s, threading.TIMEOUT_MAX))
+        if not has_ended or self.next_slice is not None or self._num_run < self.num_fed:
+            self._is_given_up = True
+            self._error = self._error or ConnectorError(
+                "the transfer was given up, since its blocks are handed on: copy them again"
+            )
+        self.drop()
+        if has_ended:
+            self._lock.release()
+        return has_ended
 
     def fail(self, error: BaseException) -> None:
         """For `Feeder`: nothing more of it can be queued."""
@@ -254,7 +259,7 @@ class Feeder:
     def close(self, timeout_s: float) -> bool:
         """Give up what waits, and end the lane; False if that takes longer than `timeout_s`."""
         for transfer in (*self._waiting, *(fed[0] for fed in self._fed)):
-            transfer.give_up()
+            transfer.give_up(timeout_s)
         has_ended = self.lane.close(timeout_s)
         self.poll(may_feed=False)
         return has_ended

@@ -27,6 +27,7 @@ from tiny_model import plain_answer
 
 from interlace import AsyncEngine
 from interlace.connectors.pipeline.layer_groups import LayerGroups
+from interlace.connectors.pipeline.layer_pipeline import LaneCopies, LayerPipeline
 from interlace.connectors.pipeline.worker_deadlines import PatientFeeder
 from interlace.connectors.pipeline.worker_feeder import FedTransfer
 from interlace.connectors.pipeline.worker_loads import PipelinedLoad
@@ -34,7 +35,8 @@ from interlace.connectors.pipeline.worker_times import ClockStopwatch
 from interlace.engine.errors import ConnectorError, EngineDeadError
 from interlace.engine.outputs import Completion
 from interlace.engine.ports import Lane
-from interlace.layers.page_copies import Copied, PageCopies, Runs
+from interlace.layers.lanes import ThreadLanes
+from interlace.layers.page_copies import Copied, PageCopies, Run, Runs
 from interlace.layers.virtual_lanes import VirtualLanes
 
 MODEL = deep_model()
@@ -145,21 +147,29 @@ async def test_a_copy_within_a_step_that_never_returns_ends_the_engine(
         hold.let_go.set()
 
 
+class Slow(PageCopies):
+    """Four layers, whose first copy is held up."""
+
+    def __init__(self, hold: Hold) -> None:
+        self.pages = [torch.zeros(4, 2, 2) for _ in range(4)]
+        super().__init__(torch.ones(3, 4, 16, dtype=torch.uint8), self.pages)
+        self.begun: list[int] = []
+        self._hold = hold
+
+    def load(self, layer: int, runs: Runs) -> Copied:
+        self.begun.append(layer)
+        self._hold.wait()
+        return super().load(layer, runs)
+
+    def save(self, layer: int, runs: Runs) -> Copied:
+        self._hold.wait()
+        return super().save(layer, runs)
+
+
 def test_giving_up_waits_for_the_copy_under_way_and_begins_no_other(hold: Hold) -> None:
-    layers = [torch.zeros(4, 2, 2) for _ in range(4)]
-    records = torch.ones(3, 4, 16, dtype=torch.uint8)
-    begun: list[int] = []
-
-    class Slow(PageCopies):
-        def load(self, layer: int, runs: Runs) -> Copied:
-            begun.append(layer)
-            hold.wait()
-            return super().load(layer, runs)
-
-    groups = LayerGroups(4, 2)
-    load = PipelinedLoad(
-        Slow(records, layers), [((0, 1, 1),), ((1, 2, 1),)], groups, ClockStopwatch(lambda: 0.0)
-    )
+    copies = Slow(hold)
+    parts: list[tuple[Run, ...]] = [((0, 1, 1),), ((1, 2, 1),)]
+    load = PipelinedLoad(copies, parts, LayerGroups(4, 2), ClockStopwatch(lambda: 0.0))
     thread = threading.Thread(target=load.copy_group, args=(1,))
     thread.start()
     assert hold.has_begun.wait(PATIENCE_S)
@@ -168,10 +178,10 @@ def test_giving_up_waits_for_the_copy_under_way_and_begins_no_other(hold: Hold) 
     assert load.give_up(ConnectorError("too late"), PATIENCE_S)
     thread.join(PATIENCE_S)
     load.copy_group(2)
-    assert begun == [1]
+    assert copies.begun == [1]
     assert all(error is not None for error in load.errors)
-    assert not layers[3].any()
-    assert layers[1][1].any(), "the one that was under way"
+    assert not copies.pages[3].any()
+    assert copies.pages[1][1].any(), "the one that was under way"
 
 
 # -------------------------------------------------------------------- beside the steps
@@ -252,6 +262,7 @@ async def test_a_load_beside_the_steps_that_hangs(
         told = [one.getMessage() for one in caplog.records if "has hung" in one.getMessage()]
         assert len(told) == 1
         assert "'bulk' has hung for 100 s: 2 transfers failed, and 1 of them keep" in told[0]
+        assert told[0].endswith("those of victim")
         hold.let_go.set()
         assert is_as_the_policy_says(policy, "victim", await asked["victim"])
 
@@ -297,6 +308,23 @@ async def test_saves_that_hang_are_not_kept(hold: Hold, monkeypatch: pytest.Monk
             await forget_on_device(engine)
         again = await ask(engine, PROMPTS["a"], NUM_TOKENS)
         assert again.usage.num_external_cached_tokens == 20, "a fresh lane saves"
+
+
+def test_blocks_of_a_copy_that_never_returns_are_not_handed_on(hold: Hold) -> None:
+    copies = Slow(hold)
+    pipeline = LayerPipeline(
+        ThreadLanes(), LaneCopies(copies, copies, copies), deadline_s=0.02, clock=Hands()
+    )
+    save = pipeline.submit_save([(0, 1, 1)])
+    assert hold.has_begun.wait(PATIENCE_S)
+    with pytest.raises(ConnectorError, match=r"has not returned for 0\.02 s"):
+        pipeline.fence(save)
+    assert save.error is not None
+    assert not is_done(save)
+    assert not pipeline.close(0.02), "and closing does not wait for ever"
+    hold.let_go.set()
+    assert save.last_gate is not None
+    assert save.last_gate.wait(PATIENCE_S)
 
 
 def test_what_is_on_a_stream_is_not_taken_back() -> None:
