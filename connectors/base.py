@@ -356,9 +356,9 @@ class KVConnectorBase_V1(ABC):  # noqa: N801 - the protocol's name
         the end of what it promised, from the back. If nothing of that is left to compute, it waits
         all the same. While the load goes on, this is asked whenever a step is planned for the
         request: the answer may fall, down to what steps were planned for by then, and it may rise,
-        by blocks that the load has not touched and never will. It is asked on when `get_finished`
-        has reported the load, and then says what was not brought. When all before it is planned,
-        the request goes on behind the load, and nothing is asked any more.
+        by blocks that the load has not touched and never will. It is asked once more when
+        `get_finished` has reported the load: that answer says what was brought, and holds. When all
+        before it is planned, the request goes on behind the load.
 
         A multiple of the block size, not above the end of what was promised, and below the
         request's last token; anything else ends the request, or, later on, the engine. A bad block

@@ -114,6 +114,9 @@ class Request:
         self.hole_end: int | None = None
         """While the request runs and a connector loads from here backwards; None otherwise. Between
         `num_computed_tokens` and it lies what neither has done, too."""
+        self.hole_start: int | None = None
+        """Up to where the request is computed before it goes on behind such a load; None while that
+        may still change, since the load goes on."""
         self.load_end = 0
         """Where `hole_end` was when the load began; bad blocks bring `hole_end` down."""
         self.last_step_id = 0

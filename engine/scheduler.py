@@ -315,19 +315,27 @@ class Scheduler:
         come and met what was computed, for done."""
         if request.hole_end is None:
             return request.num_tokens_in_flight
+        end = min(self._hole_start(request), request.hole_end)
+        if request.num_computed_tokens < end or self._transfers.is_loading(request):
+            return end
+        self._close_hole(request)
+        return request.num_tokens_in_flight
+
+    def _hole_start(self, request: Request) -> int:
+        """Asks the connector while the load goes on, and once more when it has ended."""
+        if request.hole_start is not None:
+            return request.hole_start
         assert self._connector is not None
         block_size = self.kv_cache.block_size
         end = self._connector.compute_end(request, request.load_end, block_size)
         if end is None:
             raise ConnectorError(
-                f"{self._connector.name}.get_compute_end answered None while a load from the back"
-                " is under way: give a number until the request has gone on behind it."
+                f"{self._connector.name}.get_compute_end answered None for a load from the back:"
+                " give a number until you were asked once after get_finished has reported its end."
             )
-        end = min(end, request.hole_end)
-        if request.num_computed_tokens < end or self._transfers.is_loading(request):
-            return end
-        self._close_hole(request)
-        return request.num_tokens_in_flight
+        if not self._transfers.is_loading(request):
+            request.hole_start = end
+        return end
 
     def _close_hole(self, request: Request) -> None:
         """Let the request go on behind what was loaded from the back."""
@@ -491,6 +499,7 @@ class Scheduler:
         computed, loaded = start.hit.num_tokens, start.loaded
         new_blocks = self._allocate(plan, request, loaded.stop, loaded)
         request.hole_end = request.load_end = loaded.stop
+        request.hole_start = None
         plan.begun_loads.append(request)
         num_tokens = min(start.compute_end - computed, plan.budget)
         self._record_admission(request, plan, computed, computed)

@@ -170,6 +170,18 @@ def test_the_answer_may_fall_and_rise(ends: tuple[int, ...], delay: int, depth: 
     assert request.num_external_cached_tokens == 32 - ends[-1]
 
 
+@both_depths
+def test_after_the_load_it_is_asked_once(depth: int) -> None:
+    """What it says then was brought, and the rest was not, whatever it says later."""
+    engine = world(16, 16, 4, load_delay=0, depth=depth, max_num_batched_tokens=2)
+    request = engine.stepper.add(prompt_of(36), max_tokens=3)
+    engine.stepper.launch()
+    engine.stepper.apply()
+    engine.run(request)
+    assert engine.script.count("get_compute_end") == 2
+    assert request.num_external_cached_tokens == 16
+
+
 # -------------------------------------------------------------------- with the hole open
 
 
