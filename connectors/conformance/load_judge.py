@@ -21,7 +21,7 @@ class LoadJudge(Detector):
     one CUDA graph; else when the load is reported as received.
 
     Verdicts fall when the worker has said which blocks are lost; of a load from the back, when the
-    engine has heard, after that, where the load began.
+    connector has heard of its end too, and has told the engine where it began.
     """
 
     hooks = frozenset(
@@ -31,6 +31,7 @@ class LoadJudge(Detector):
             "get_finished",
             "get_block_ids_with_load_errors",
             "get_compute_end",
+            "update_connector_output",
             "build_connector_meta",
         )
     )
@@ -55,6 +56,8 @@ class LoadJudge(Detector):
         self._undecided: dict[str, list[tuple[HookCall, Load]]] = {}
         """Request id -> its load from the back, and the calls that said so, of each worker that has
         reported it as received."""
+        self._heard: set[str] = set()
+        """Of these, whose end the scheduler side has heard of."""
         self.lost_hashes: set[bytes] = set()
         """Of blocks that were damaged in the connector's store."""
 
@@ -71,8 +74,11 @@ class LoadJudge(Detector):
                 self._end_of_async(call)
             case "get_block_ids_with_load_errors" if call.error is None:
                 self._verdict(call)
+            case "update_connector_output":
+                self._heard |= (call.args[0].finished_recving or set()) & self._undecided.keys()
             case "get_compute_end" if call.error is None:
-                self._late_verdict(call.args[0].request_id, call.answer)
+                if call.args[0].request_id in self._heard:
+                    self._late_verdict(call.args[0].request_id, call.answer)
             case "build_connector_meta" if call.error is None:
                 for request_id in call.args[0].preempted_req_ids:
                     self._late_verdict(request_id, None)  # nobody will use what came
@@ -130,6 +136,7 @@ class LoadJudge(Detector):
 
     def _late_verdict(self, request_id: str, compute_end: int | None) -> None:
         """What was received is used from `compute_end` on; not at all if that is None."""
+        self._heard.discard(request_id)
         for call, load in self._undecided.pop(request_id, ()):
             if compute_end is not None and not load.request.is_finished:
                 self._watch.evidence["loads from the back"] += 1
