@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from interlace.connectors.pipeline.worker_feeder import Copies, FedTransfer, Slice
+from interlace.connectors.pipeline.worker_feeder import (
+    SLICES_PER_WINDOW,
+    Copies,
+    FedTransfer,
+    Slice,
+)
 from interlace.connectors.pipeline.worker_times import Stopwatch
 from interlace.engine.ports import Gate
 from interlace.layers.page_copies import Run
-
-_SLICES_PER_WINDOW = 4
 
 
 class _Next(NamedTuple):
@@ -86,7 +89,7 @@ class BackwardTransfer(FedTransfer):
         return None if self._next is None else self._next.one
 
     def _cut(self) -> _Next:
-        most = max(1, self.window_bytes // _SLICES_PER_WINDOW // self._block_bytes)
+        most = max(1, self.window_bytes // SLICES_PER_WINDOW // self._block_bytes)
         num_blocks = min(most, self._share - self._num_taken)
         rest, part = split_back(self._left, num_blocks)
         one = Slice(

@@ -17,7 +17,7 @@ from interlace.engine.ports import Gate, Lane
 from interlace.layers.lane_queue import without_frames
 from interlace.layers.page_copies import Copied, Run, Runs, cut_runs
 
-_SLICES_PER_WINDOW = 4
+SLICES_PER_WINDOW = 4
 _MOST_WORKS = 256
 """On the lane at a time: slices may be much smaller than a window allows."""
 
@@ -186,7 +186,7 @@ class Feeder:
         self.copies = copies
         self._copy_layer = copy_layer
         self.window_bytes = window_bytes
-        self._slice_bytes = max(1, window_bytes // _SLICES_PER_WINDOW)
+        self._slice_bytes = max(1, window_bytes // SLICES_PER_WINDOW)
         self._watch = watch
         self._waiting: deque[FedTransfer] = deque()
         self._fed: deque[tuple[FedTransfer, Gate, int]] = deque()
@@ -200,7 +200,7 @@ class Feeder:
 
         Raises: `ConnectorError` if `runs` do not fit.
         """
-        slice_bytes = max(self._slice_bytes, window_bytes // _SLICES_PER_WINDOW)
+        slice_bytes = max(self._slice_bytes, window_bytes // SLICES_PER_WINDOW)
         slices = _cut(self.copies, runs, slice_bytes)
         transfer = FedTransfer(slices, self._copy_layer, after, self._watch)
         transfer.window_bytes = window_bytes
