@@ -8,6 +8,7 @@ PipelineConnector's own options.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from interlace.bench.step_trace_tape import StepTape
@@ -123,3 +124,11 @@ class _TapedCopies:
     def save(self, layer: int, runs: Runs) -> Copied:
         """See `Copies`."""
         return self._copies.save(layer, runs)
+
+    def load_layers(self, layers: range, runs: Runs) -> Iterable[Copied]:
+        """See `Copies`."""
+        return self._copies.load_layers(layers, runs)
+
+    def save_layers(self, layers: range, runs: Runs) -> Iterable[Copied]:
+        """See `Copies`."""
+        return self._copies.save_layers(layers, runs)

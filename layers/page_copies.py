@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import enum
 import importlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
 import torch
@@ -22,8 +22,12 @@ from interlace.engine.errors import ConnectorError
 if TYPE_CHECKING:
     from interlace.layers.kernels.page_gather import PageGather, Pairs
 
-MOST_STRIDED_RUNS = 16
-"""Beyond it, strided copies take longer than the kernel, and the host longer to queue them."""
+MOST_STRIDED_RUNS = 4
+"""So few are copied strided, however short they are: the host is no longer at it."""
+STRIDED_RUN_BYTES = 1 << 20
+"""Runs of so much of a layer, or more, on average, are copied strided too, and shorter ones by the
+kernel: for those it is faster, and takes the host less time. The kernel slows down what computes
+beside it (matrix products by a quarter), which copies do not."""
 
 Run: TypeAlias = tuple[int, int, int]
 """(first record, first block, number of blocks): neighbours on both sides."""
@@ -110,12 +114,14 @@ class PageCopies:
         *,
         memcpy: Memcpy2D | None = None,
         most_strided_runs: int = MOST_STRIDED_RUNS,
+        strided_run_bytes: int = STRIDED_RUN_BYTES,
     ) -> None:
         """`records`: uint8 [num_records, num_layers, page_bytes], contiguous, pinned for a GPU.
 
         `layers`: pages [num_blocks, ...] in order of depth, each block's contiguous; blocks may lie
         further apart. `memcpy` is for pages on a GPU, or for tests: None takes the driver's
-        copies if they can be had. More runs than `most_strided_runs` are copied by the kernel.
+        copies if they can be had. More runs than `most_strided_runs` are copied by the kernel
+        if they are shorter, on average, than `strided_run_bytes` of a layer.
         It is compiled here, which may wait for the device.
 
         Raises: `ConnectorError` for pages or records of another layout, and for a GPU for which
@@ -127,6 +133,7 @@ class PageCopies:
         self._num_records = len(records)
         self._num_blocks, self._page_bytes = (int(n) for n in self._rows[0].shape)
         self._most_strided_runs = most_strided_runs
+        self._strided_run_bytes = strided_run_bytes
         device = self._rows[0].device
         self._is_host = device.type == "cpu" and memcpy is None
         if self._is_host:
@@ -166,13 +173,15 @@ class PageCopies:
                     " mend the connector's scheduler side."
                 )
             num_blocks += count
-        return Runs(runs, num_blocks, self._way_of(len(runs)))
+        return Runs(runs, num_blocks, self._way_of(len(runs), num_blocks))
 
-    def _way_of(self, num_runs: int) -> CopyWay:
+    def _way_of(self, num_runs: int, num_blocks: int) -> CopyWay:
         if self._is_host or self._gather is None:
             return CopyWay.STRIDED
-        is_many = num_runs > self._most_strided_runs or self._memcpy is None
-        return CopyWay.GATHER if is_many else CopyWay.STRIDED
+        is_few = num_runs <= self._most_strided_runs
+        are_long = num_blocks * self._page_bytes >= num_runs * self._strided_run_bytes
+        is_strided = self._memcpy is not None and (is_few or are_long)
+        return CopyWay.STRIDED if is_strided else CopyWay.GATHER
 
     def load(self, layer: int, runs: Runs) -> Copied:
         """From records into the pages of `layer`. Raises: `ConnectorError` if CUDA refuses."""
@@ -181,6 +190,28 @@ class PageCopies:
     def save(self, layer: int, runs: Runs) -> Copied:
         """From the pages of `layer` into records. Raises: as `load`."""
         return self._copy(layer, runs, to_pages=False)
+
+    def load_layers(self, layers: range, runs: Runs) -> Iterator[Copied]:
+        """From records into the pages of these layers, one after the other; by one kernel where
+        that is the way. Each copy is queued as it is asked for. Raises: as `load`."""
+        if runs.way is not CopyWay.GATHER:
+            return (self.load(layer, runs) for layer in layers)
+        return self._copy_layers_by_kernel(layers, runs, to_pages=True)
+
+    def save_layers(self, layers: range, runs: Runs) -> Iterator[Copied]:
+        """From the pages of these layers into records, likewise."""
+        if runs.way is not CopyWay.GATHER:
+            return (self.save(layer, runs) for layer in layers)
+        return self._copy_layers_by_kernel(layers, runs, to_pages=False)
+
+    def _copy_layers_by_kernel(
+        self, layers: range, runs: Runs, *, to_pages: bool
+    ) -> Iterator[Copied]:
+        assert self._gather is not None, "this way is not chosen without it"
+        if runs.pairs is None:
+            runs.pairs = self._gather.pairs(runs.runs)
+        self._gather.copy_layers(layers, runs.pairs, loads=to_pages)
+        yield Copied(runs.way, 1, len(layers) * runs.num_blocks * self._page_bytes)
 
     def _copy(self, layer: int, runs: Runs, *, to_pages: bool) -> Copied:
         if self._is_host:

@@ -66,7 +66,7 @@ DEFAULT_DEADLINE_S = 30.0
 
 
 class LaneCopies(NamedTuple):
-    """For each lane copies of its own, since each may have a slab."""
+    """For each lane copies that suit it."""
 
     load: Copies
     bulk: Copies
@@ -111,16 +111,16 @@ class LayerPipeline:
             PatientFeeder(
                 functools.partial(lanes.lane, name),
                 one,
-                copy_layer,
+                copy_layers,
                 window_bytes=window_bytes,
                 watch=self.watch,
                 deadline_s=deadline_s,
                 clock=clock,
                 is_stream=is_cuda,
             )
-            for name, one, copy_layer in (
-                ("bulk", copies.bulk, copies.bulk.load),
-                ("store", copies.store, copies.store.save),
+            for name, one, copy_layers in (
+                ("bulk", copies.bulk, copies.bulk.load_layers),
+                ("store", copies.store, copies.store.save_layers),
             )
         )
         self._load: PipelinedLoad | None = None  # the newest one
@@ -142,7 +142,10 @@ class LayerPipeline:
 
         Raises: `ConnectorError`, `ConfigError`.
         """
-        copies = LaneCopies(*(PageCopies(records, layers) for _ in LaneCopies._fields))
+        within = PageCopies(records, layers)
+        # One kernel for all layers in place of many copies: short runs had better not be copied.
+        beside = PageCopies(records, layers, most_strided_runs=0)
+        copies = LaneCopies(within, beside, beside)
         return cls(
             lanes,
             copies,

@@ -43,7 +43,7 @@ class BackwardTransfer(FedTransfer):
         Raises: `ConnectorError` if `runs` do not fit.
         """
         copies.prepare(runs)  # refuses them as a whole
-        super().__init__((), copies.load, after, watch)
+        super().__init__((), copies.load_layers, after, watch)
         self._copies = copies
         self.window_bytes = window_bytes
         self._runs = list(runs)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from interlace.connectors.pipeline.worker_feeder import (
     Copies,
-    CopyLayer,
+    CopyLayers,
     FedTransfer,
     Feeder,
 )
@@ -32,7 +32,7 @@ class PatientFeeder(Feeder):
         self,
         make_lane: Callable[[], Lane],
         copies: Copies,
-        copy_layer: CopyLayer,
+        copy_layers: CopyLayers,
         *,
         window_bytes: int,
         watch: Stopwatch,
@@ -42,7 +42,7 @@ class PatientFeeder(Feeder):
     ) -> None:
         """`deadline_s` is for the oldest work on the lane, a small part of a window; `clock` gives
         seconds."""
-        super().__init__(make_lane(), copies, copy_layer, window_bytes=window_bytes, watch=watch)
+        super().__init__(make_lane(), copies, copy_layers, window_bytes=window_bytes, watch=watch)
         self._make_lane = make_lane
         self._deadline_s = deadline_s
         self._clock = clock

@@ -21,7 +21,7 @@ SLICES_PER_WINDOW = 4
 _MOST_WORKS = 256
 """On the lane at a time: slices may be much smaller than a window allows."""
 
-CopyLayer: TypeAlias = Callable[[int, Runs], Copied]
+CopyLayers: TypeAlias = Callable[[range, Runs], Iterable[Copied]]
 """Copies one layer of some runs: `PageCopies.load` or `save`."""
 
 
@@ -50,6 +50,14 @@ class Copies(Protocol):
         """From pages into records."""
         ...
 
+    def load_layers(self, layers: range, runs: Runs) -> Iterable[Copied]:
+        """Of several layers; each copy is queued as it is asked for."""
+        ...
+
+    def save_layers(self, layers: range, runs: Runs) -> Iterable[Copied]:
+        """Likewise."""
+        ...
+
 
 class Slice(NamedTuple):
     """One work."""
@@ -73,7 +81,7 @@ class FedTransfer:
     def __init__(
         self,
         slices: Iterable[Slice],
-        copy_layer: CopyLayer,
+        copy_layers: CopyLayers,
         after: Gate | None,
         watch: Stopwatch,
     ) -> None:
@@ -84,7 +92,7 @@ class FedTransfer:
         self.last_gate: Gate | None = None
         """Of the slice that was fed last."""
         self._slices = deque(slices)
-        self._copy_layer = copy_layer
+        self._copy_layers = copy_layers
         self._num_run = 0
         self._num_ended = 0
         self._error: BaseException | None = None
@@ -157,8 +165,9 @@ class FedTransfer:
                 return
             self._meter.begin()
             try:
-                for layer in range(one.first_layer, one.end_layer):
-                    self._meter.add(self._copy_layer(layer, one.runs))
+                layers = range(one.first_layer, one.end_layer)
+                for copied in self._copy_layers(layers, one.runs):
+                    self._meter.add(copied)
             except Exception as error:  # noqa: BLE001 - whatever it is, this transfer has failed
                 self._error = without_frames(error, "of a transfer")
                 return
@@ -177,14 +186,14 @@ class Feeder:
         self,
         lane: Lane,
         copies: Copies,
-        copy_layer: CopyLayer,
+        copy_layers: CopyLayers,
         *,
         window_bytes: int,
         watch: Stopwatch,
     ) -> None:
         self.lane = lane
         self.copies = copies
-        self._copy_layer = copy_layer
+        self._copy_layers = copy_layers
         self.window_bytes = window_bytes
         self._slice_bytes = max(1, window_bytes // SLICES_PER_WINDOW)
         self._watch = watch
@@ -202,7 +211,7 @@ class Feeder:
         """
         slice_bytes = max(self._slice_bytes, window_bytes // SLICES_PER_WINDOW)
         slices = _cut(self.copies, runs, slice_bytes)
-        transfer = FedTransfer(slices, self._copy_layer, after, self._watch)
+        transfer = FedTransfer(slices, self._copy_layers, after, self._watch)
         transfer.window_bytes = window_bytes
         self.append(transfer)
         return transfer

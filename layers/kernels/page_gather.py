@@ -74,6 +74,45 @@ def page_gather_kernel(
         tl.store(target + target_row * target_stride + word, words, mask=inside)
 
 
+@jit("num_tiles", "tiles_per_layer", "first_layer")
+def record_gather_kernel(
+    records: Pointer,
+    pages: Pointer,
+    places: Pointer,
+    pairs: Pointer,
+    num_tiles: Scalar,
+    tiles_per_layer: Scalar,
+    first_layer: Scalar,
+    record_stride: constexpr,
+    page_stride: constexpr,
+    page_words: constexpr,
+    tile: constexpr,
+    loads: constexpr,
+) -> None:
+    """As `page_gather_kernel`, over several layers: those of whole records. Grid: any number.
+
+    The pages of layer i lie `places[i]` words behind `pages`.
+    """
+    tiles_per_page: constexpr = (page_words + tile - 1) // tile
+    lane = tl.arange(0, tile)
+    for i in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
+        layer = (first_layer + i // tiles_per_layer).to(tl.int64)
+        of_layer = i % tiles_per_layer
+        pair = pairs + 2 * (of_layer // tiles_per_page)
+        record = tl.load(pair).to(tl.int64)
+        block = tl.load(pair + 1).to(tl.int64)
+        word = (of_layer % tiles_per_page) * tile + lane
+        inside = word < page_words
+        kept = records + record * record_stride + layer * page_words + word
+        page = pages + tl.multiple_of(tl.load(places + layer), 2) + block * page_stride + word
+        if loads:
+            words = tl.load(kept, mask=inside, eviction_policy="evict_first")
+            tl.store(page, words, mask=inside)
+        else:
+            words = tl.load(page, mask=inside, eviction_policy="evict_first")
+            tl.store(kept, words, mask=inside)
+
+
 class Pairs:
     """Which record belongs to which block, on the device. To be kept while copies use it."""
 
@@ -114,15 +153,20 @@ class PageGather:
         self._tiles_per_page = -(-self._page_words // self._tile)
         self._grid = (tiles.programs,)
         self._num_warps = tiles.num_warps
+        self._records = records.view(word)
+        self._places = _places(self._layers, self._device)
         self._warm_up()
 
     def _warm_up(self) -> None:
         """Copy nothing, of each layer: how its memory is aligned chooses the code."""
         nothing = Pairs(np.zeros((1, 2), np.int32), self._device)
         nothing.count = 0
-        for layer in range(len(self._layers)):
+        layers = range(len(self._layers))
+        for layer in layers:
             self.load(layer, nothing)
             self.save(layer, nothing)
+        for loads in (True, False):
+            self.copy_layers(layers, nothing, loads=loads)
         if self._device.type == "cuda":  # before `nothing` is let go of
             torch.cuda.current_stream(self._device).synchronize()
 
@@ -150,6 +194,20 @@ class PageGather:
         kept, stride, rows, row_stride = self._layers[layer]
         self._launch(rows, kept, pairs, row_stride, stride, _BLOCK)
 
+    def copy_layers(self, layers: range, pairs: Pairs, *, loads: bool) -> None:
+        """Of these layers, in one go where their pages lie alike: `load` or `save`."""
+        if self._places is None:
+            for layer in layers:
+                (self.load if loads else self.save)(layer, pairs)
+            return
+        _, record_stride, rows, row_stride = self._layers[0]
+        tiles = pairs.count * self._tiles_per_page
+        record_gather_kernel[self._grid](
+            self._records, rows, self._places, pairs.on_device, len(layers) * tiles,
+            max(1, tiles), layers.start, record_stride=record_stride, page_stride=row_stride,
+            page_words=self._page_words, tile=self._tile, loads=loads, num_warps=self._num_warps,
+        )  # fmt: skip
+
     def _launch(
         self,
         source: Tensor,
@@ -165,6 +223,20 @@ class PageGather:
             page_words=self._page_words, tile=self._tile, source_column=source_column,
             num_warps=self._num_warps,
         )  # fmt: skip
+
+
+def _places(
+    layers: Sequence[tuple[Tensor, int, Tensor, int]], device: torch.device
+) -> Tensor | None:
+    """int64 [layers]: where the pages of each begin, in words behind those of the first one; None
+    if they lie differently."""
+    _, _, first, stride = layers[0]
+    places = [rows.data_ptr() - first.data_ptr() for _, _, rows, _ in layers]
+    size = first.itemsize
+    are_alike = all(row_stride == stride for *_, row_stride in layers)
+    if not are_alike or any(place % (2 * size) for place in places):
+        return None
+    return torch.tensor([place // size for place in places], dtype=torch.int64, device=device)
 
 
 def _word(records: Tensor, layers: Sequence[Tensor]) -> torch.dtype:

@@ -130,7 +130,14 @@ def test_a_copy_that_cuda_refuses_says_so_and_harms_nothing() -> None:
 
 
 NEVER = 1 << 30
-MOST_STRIDED = {CopyWay.STRIDED: NEVER, CopyWay.GATHER: 0}
+
+
+def copies_by(way: CopyWay, records: torch.Tensor, layers: Sequence[torch.Tensor]) -> PageCopies:
+    """Copies that take no other way."""
+    most = NEVER if way is CopyWay.STRIDED else 0
+    return PageCopies(records, layers, most_strided_runs=most, strided_run_bytes=NEVER)
+
+
 """With which each way is taken for any runs."""
 
 
@@ -153,7 +160,7 @@ def test_every_way_copies_the_right_bytes_and_no_others(
     rng = random.Random(way.value)
     for most, gap in [(40, 0), (2, 0), (3, 1)]:
         layers = page_layers(cross_layers=cross_layers)
-        copies = PageCopies(records.tensor, layers, most_strided_runs=MOST_STRIDED[way])
+        copies = copies_by(way, records.tensor, layers)
         runs = random_runs(rng, most, gap)
         prepared = copies.prepare(runs)
         for layer in range(NUM_LAYERS):
@@ -165,6 +172,32 @@ def test_every_way_copies_the_right_bytes_and_no_others(
             for pages, right in zip(layers, before, strict=True):
                 assert torch.equal(as_bytes(pages), right)
             check_save(copies, records, layers, layer, prepared)
+
+
+@pytest.mark.parametrize("way", CopyWay)
+@pytest.mark.parametrize("cross_layers", [False, True])
+def test_several_layers_in_one_go(records: HostRecords, way: CopyWay, cross_layers: bool) -> None:
+    layers, runs = page_layers(cross_layers=cross_layers), random_runs(random.Random(3), 3, 1)
+    copies = copies_by(way, records.tensor, layers)
+    prepared = copies.prepare(runs)
+    right = [as_bytes(pages) for pages in layers]
+    for layer in range(1, NUM_LAYERS):
+        load_twin(right[layer], records.tensor, layer, runs)
+    copied = list(copies.load_layers(range(1, NUM_LAYERS), prepared))
+    assert len(copied) == (1 if way is CopyWay.GATHER else NUM_LAYERS - 1)
+    for pages, expected in zip(layers, right, strict=True):
+        assert torch.equal(as_bytes(pages), expected)
+    for pages in layers:
+        pages.view(torch.uint8).bitwise_xor_(85)
+    before = records.tensor.clone()
+    for layer in range(1, NUM_LAYERS):
+        pages = as_bytes(layers[layer])
+        for record, block, count in runs:
+            before[record : record + count, layer] = pages[block : block + count]
+    for _ in copies.save_layers(range(1, NUM_LAYERS), prepared):
+        pass
+    torch.cuda.synchronize()
+    assert torch.equal(records.tensor, before)
 
 
 def load_twin(pages: Tensor, records: Tensor, layer: int, runs: Sequence[Run]) -> None:
@@ -192,7 +225,7 @@ def test_a_kernel_copies_beside_compute_on_a_stream_of_its_own(
 ) -> None:
     """Loads into some blocks and saves of others, layer by layer, while matrices are multiplied."""
     layers, side = page_layers(cross_layers=cross_layers), CudaStreams(device())
-    copies = PageCopies(records.tensor, layers, most_strided_runs=0)
+    copies = copies_by(CopyWay.GATHER, records.tensor, layers)
     stream: Any = side.stream(is_urgent=True)
     a = torch.ones(2048, 2048, dtype=torch.bfloat16, device="cuda") / 2048
     rng = random.Random(7)
@@ -233,7 +266,7 @@ def test_the_kernel_is_compiled_before_the_first_load() -> None:
     pages = [
         torch.zeros(66, PAGE_BYTES, dtype=torch.uint8, device="cuda") for _ in range(num_layers)
     ]
-    copies = PageCopies(made.tensor, pages, most_strided_runs=0)
+    copies = copies_by(CopyWay.GATHER, made.tensor, pages)
     begin = time.perf_counter()
     runs = copies.prepare([(0, 1, 64)])
     copies.load(0, runs)
@@ -686,10 +719,7 @@ def queue_all(copies: PageCopies, runs: list[Run], *, loads: bool) -> Runs:
 @pytest.mark.parametrize("loads", [True, False])
 def test_which_way_is_how_fast_for_how_many_runs(link: Link, shape: Shape, loads: bool) -> None:
     """Printed. Judged is the kernel, for single pages of the large shape."""
-    ways = {
-        way: PageCopies(*link.of_shape(shape), most_strided_runs=most)
-        for way, most in MOST_STRIDED.items()
-    }
+    ways = {way: copies_by(way, *link.of_shape(shape)) for way in CopyWay}
     at_once = link.at_once(PROMPT * shape.num_layers * shape.page_bytes, loads=loads)
     name = f"{shape.num_layers} layers, pages of {shape.page_bytes >> 10} KiB"
     print(f"\n{'loads' if loads else 'saves'}, {name}: one long copy {at_once / 1e9:.1f} GB/s")
@@ -812,31 +842,3 @@ def test_a_long_prompt_loads_and_this_is_how_fast(num_runs: int, long_prompt: Lo
         f" {submit_s * 1e3:.2f} ms, {stats.num_copies} copies"
     )
     assert num_runs > 1 or submit_s < 1e-3
-
-
-@pytest.mark.parametrize("num_runs", [1, 512])
-def test_what_a_step_uploads_does_not_wait_for_the_load_that_began_before(
-    num_runs: int, long_prompt: LongPrompt
-) -> None:
-    """A load begins before its step's inputs are uploaded: they share the link."""
-    host = torch.ones(64 << 10, dtype=torch.uint8, pin_memory=True)
-    inputs = torch.zeros(len(host), dtype=torch.uint8, device="cuda")
-    waits, loads, runs = [], [], pooled_runs(num_runs)
-    for step_id in range(6):
-        inputs.zero_()
-        torch.cuda.synchronize()
-        begin = time.perf_counter()
-        load = long_prompt.pipeline.submit_load([runs], step_id)
-        submitted = time.perf_counter()
-        inputs.copy_(host, non_blocking=True)
-        assert long_prompt.lanes.compute.record().wait(PATIENCE_S)
-        waits.append(time.perf_counter() - submitted)
-        assert not load.is_done
-        assert load.gates[-1].wait(PATIENCE_S)
-        loads.append(time.perf_counter() - begin)
-    assert bool(inputs.all())
-    print(
-        f"\n{num_runs} runs: 64 KiB arrive {sorted(waits)[3] * 1e6:.0f} us after a load of"
-        f" {sorted(loads)[3] * 1e3:.1f} ms was submitted"
-    )
-    assert sorted(waits)[3] < sorted(loads)[3] / 4

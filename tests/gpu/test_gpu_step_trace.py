@@ -76,7 +76,7 @@ def check_lanes(trace: StepTrace) -> None:
     names = [[piece.name for piece in span.pieces] for span in layers]
     assert [found.count(GATE_KERNEL) for found in names] == [1] * NUM_LAYERS
     assert [found[0] for found in names] == [GATE_KERNEL] * NUM_LAYERS
-    assert names[0] == names[1] == names[2], "layers are alike"
+    assert names[1] == names[2], "layers are alike, but for what is worked out once"
     assert trace.compute[-1].pieces[0].name == NORM_KERNEL, "the head begins with the last norm"
     for layer, span in enumerate(layers):
         last = LayerGroups(NUM_LAYERS, trace.facts.group_size).last_beside(layer)

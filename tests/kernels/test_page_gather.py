@@ -22,6 +22,7 @@ from interlace.layers.page_copies import MOST_STRIDED_RUNS, CopyWay, PageCopies,
 interpreted = pytest.mark.skipif(not INTERPRETED, reason="set TRITON_INTERPRET=1 to run these")
 
 NUM_RECORDS, NUM_BLOCKS, NUM_LAYERS = 20, 24, 3
+NEVER = 1 << 60
 
 
 def filled(*shape: int) -> Tensor:
@@ -116,7 +117,7 @@ def test_pages_of_every_type_go_and_come_back(dtype: torch.dtype, cross_layers: 
     else:
         layers = list(memory.view(NUM_LAYERS, NUM_BLOCKS, *shape))
     records = torch.zeros(NUM_RECORDS, NUM_LAYERS, page_bytes, dtype=torch.uint8)
-    copies = PageCopies(records, layers, memcpy=HostMemcpy(), most_strided_runs=8)
+    copies = copies_of(records, layers, most_strided_runs=8)
     order = random.Random(5).sample(range(NUM_RECORDS), 11)
     saved = copies.prepare([(record, 1 + i, 1) for i, record in enumerate(order)])
     loaded = copies.prepare([(record, 12 + i, 1) for i, record in enumerate(order)])
@@ -152,6 +153,17 @@ class HostMemcpy:
             ctypes.memmove(target + row * target_pitch, source + row * source_pitch, width)
 
 
+def copies_of(records: Tensor, layers: Sequence[Tensor], most_strided_runs: int = 0) -> PageCopies:
+    """More runs than that are copied by the kernel."""
+    return PageCopies(
+        records,
+        layers,
+        memcpy=HostMemcpy(),
+        most_strided_runs=most_strided_runs,
+        strided_run_bytes=NEVER,
+    )
+
+
 def single_blocks(num_runs: int) -> list[Run]:
     return [(i, NUM_BLOCKS - 1 - i, 1) for i in range(num_runs)]
 
@@ -182,7 +194,7 @@ def test_without_the_driver_the_kernel_copies_all() -> None:
 @interpreted
 def test_what_is_uploaded_once_serves_all_layers_and_both_directions() -> None:
     records, layers = filled(NUM_RECORDS, NUM_LAYERS, 64), layers_of(64, 0, 0)
-    copies = PageCopies(records, layers, memcpy=HostMemcpy(), most_strided_runs=0)
+    copies = copies_of(records, layers)
     runs = copies.prepare(single_blocks(3))
     assert runs.pairs is None
     copies.load(0, runs)
@@ -193,12 +205,7 @@ def test_what_is_uploaded_once_serves_all_layers_and_both_directions() -> None:
 
 
 def test_runs_that_do_not_fit_are_refused_whatever_the_way() -> None:
-    copies = PageCopies(
-        filled(NUM_RECORDS, NUM_LAYERS, 64),
-        layers_of(64, 0, 0),
-        memcpy=HostMemcpy(),
-        most_strided_runs=0,
-    )
+    copies = copies_of(filled(NUM_RECORDS, NUM_LAYERS, 64), layers_of(64, 0, 0))
     with pytest.raises(ConnectorError, match="does not fit 20 records and blocks 1 to 23"):
         copies.prepare([*single_blocks(2), (NUM_RECORDS - 1, 1, 2)])
 
@@ -211,3 +218,41 @@ def test_who_has_neither_the_driver_nor_kernels_hears_what_to_install(
     meta = [torch.zeros(4, 64, dtype=torch.uint8, device="meta")]
     with pytest.raises(ConnectorError, match="install cuda-bindings, or Triton"):
         PageCopies(torch.zeros(4, 1, 64, dtype=torch.uint8), meta)
+
+
+@interpreted
+@settings(max_examples=25, deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    most=st.sampled_from([1, 3, NUM_RECORDS]),
+    page_bytes=st.sampled_from([2, 8, 36, 64, 192, 1536]),
+    gap=st.sampled_from([0, 1, 16]),
+    first=st.integers(0, NUM_LAYERS - 1),
+    loads=st.booleans(),
+)
+def test_several_layers_in_one_go(
+    seed: int, most: int, page_bytes: int, gap: int, first: int, loads: bool
+) -> None:
+    records, layers = filled(NUM_RECORDS, NUM_LAYERS, page_bytes), layers_of(page_bytes, gap, 0)
+    runs = random_runs(seed, most)
+    right_records, right_layers = records.clone(), [rows.clone() for rows in layers]
+    for layer in range(first, NUM_LAYERS):
+        copy_twin(layer, right_records, right_layers[layer], runs, loads)
+    between = [behind(rows) for rows in layers]
+    copies = copies_of(records, layers)
+    copy = copies.load_layers if loads else copies.save_layers
+    (copied,) = copy(range(first, NUM_LAYERS), copies.prepare(runs))
+    num_blocks = sum(count for _, _, count in runs)
+    assert copied == (CopyWay.GATHER, 1, (NUM_LAYERS - first) * num_blocks * page_bytes)
+    assert torch.equal(records, right_records)
+    for rows, right, before in zip(layers, right_layers, between, strict=True):
+        assert torch.equal(rows, right)
+        if not loads:
+            assert torch.equal(behind(rows), before)
+
+
+def test_strided_layers_come_one_after_the_other() -> None:
+    records, layers = filled(NUM_RECORDS, NUM_LAYERS, 64), layers_of(64, 0, 0)
+    copies = PageCopies(records, layers, memcpy=HostMemcpy(), strided_run_bytes=64)
+    copied = list(copies.load_layers(range(NUM_LAYERS), copies.prepare([(0, 1, 9)])))
+    assert copied == [(CopyWay.STRIDED, 1, 9 * 64)] * NUM_LAYERS

@@ -64,7 +64,7 @@ class PacedWorker(PipelineConnector):
         feeder = opened.pipeline._bulk
         for copies in (feeder.copies, opened.pipeline._copies):
             self._let_fail(copies)
-        vars(feeder)["_copy_layer"] = feeder.copies.load
+        vars(feeder)["_copy_layers"] = feeder.copies.load_layers
         poll = feeder.poll
 
         def poll_unless_stuck(*, may_feed: bool, is_idle: bool = False) -> None:

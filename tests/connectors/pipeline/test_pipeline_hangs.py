@@ -334,7 +334,7 @@ def test_what_is_on_a_stream_is_not_taken_back() -> None:
     feeder = PatientFeeder(
         lambda: lanes.lane("bulk"),
         copies,
-        copies.load,
+        copies.load_layers,
         window_bytes=16,
         watch=ClockStopwatch(lambda: 0.0),
         deadline_s=10.0,

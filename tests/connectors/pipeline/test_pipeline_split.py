@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 from hypothesis import given
@@ -143,6 +143,11 @@ class NoteCopies:
 
     save = load
 
+    def load_layers(self, layers: range, runs: Runs) -> Iterator[Copied]:
+        return (self.load(layer, runs) for layer in layers)
+
+    save_layers = load_layers
+
 
 @given(st.data())
 def test_split_back(data: st.DataObject) -> None:
@@ -165,7 +170,11 @@ def test_a_share_may_change_at_any_time(seed: int, policy: str) -> None:
     copies = NoteCopies(bad)
     watch = ClockStopwatch(lambda: 0.0)
     feeder = Feeder(
-        VirtualLanes(seed, policy).lane("bulk"), copies, copies.load, window_bytes=100, watch=watch
+        VirtualLanes(seed, policy).lane("bulk"),
+        copies,
+        copies.load_layers,
+        window_bytes=100,
+        watch=watch,
     )
     cut = draw.randrange(num_blocks + 1)
     runs = ((0, 0, cut), (cut, cut, num_blocks - cut))
