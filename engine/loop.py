@@ -128,7 +128,9 @@ class StepLoop:
         try:
             while True:
                 self._wake.clear()
-                self._apply_ended_steps()
+                if self._apply_ended_steps() and not self._scheduler.has_requests:
+                    # Nothing is to be computed: whoever waits for these tokens goes first.
+                    await asyncio.sleep(0)
                 self._launch_steps()
                 self._await_oldest_step()
                 self._offer_blocks()
@@ -200,7 +202,9 @@ class StepLoop:
     def _await(self, step: _Step) -> None:
         step.wait().add_done_callback(lambda _: self._wake.set())
 
-    def _apply_ended_steps(self) -> None:
+    def _apply_ended_steps(self) -> bool:
+        """Whether there was news for anybody."""
+        has_news = False
         while self._inflight and self._inflight[0].is_done:
             step = self._inflight.popleft()
             plan, output = step.plan, step.result()
@@ -209,6 +213,8 @@ class StepLoop:
                 self._note_news()
             updates = self._scheduler.update_from_output(plan, output)
             self._outputs.process(updates)
+            has_news |= bool(updates)
+        return has_news
 
     async def _drain(self) -> None:
         """Wait for device work that is under way when the loop ends early; its results are lost."""

@@ -237,6 +237,11 @@ class Scheduler:
         return len(self._inflight)
 
     @property
+    def has_requests(self) -> bool:
+        """Whether any has not ended."""
+        return len(self.requests) > 0
+
+    @property
     def num_waiting_requests(self) -> int:
         """Unfinished requests that do not run."""
         return len(self.waiting) + len(self.parked)

@@ -168,6 +168,8 @@ class GpuRunner:
             return lambda: output
         workers.copy_blocks(scheduler_output.block_copies)
         result = Once(self._sample(*self._compute(scheduler_output)))
+        # Behind the sampled tokens' way to the host, which must not queue behind what is saved.
+        workers.post_forward()
         self._pending.append(result)
         reports = workers.collect(scheduler_output)
         return lambda: workers.with_reports(result(), reports)
@@ -202,7 +204,6 @@ class GpuRunner:
         else:
             answer = self._run(output, step, places)
             among = range(len(places))
-        self._workers.post_forward()
         return answer, [
             WantedToken(step.requests[place], found, step.chunks[place].end)
             for place, found in zip(places, among, strict=True)
