@@ -127,6 +127,11 @@ class MultiConnector(MultiWorkerSide):
         """The answer of the first child that has something; None while any does not know yet."""
         return self._scheduler.match(request, num_computed_tokens)
 
+    def get_compute_end(self, request: Request) -> int | None:
+        """None: a request waits for its load, whichever child brings it, since the others may not
+        save what is not all there."""
+        return None
+
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:

@@ -256,8 +256,9 @@ class PipelineConnector(KVConnectorBase_V1):
 
     @classmethod
     def check_setup(cls, scratch: Path) -> CheckSetup:
-        """Little memory, so that records are evicted."""
-        return CheckSetup({"host_bytes": CHECK_HOST_BYTES})
+        """Little memory, so that records are evicted; one way of loading, since what "auto" chooses
+        depends on times, and a check is to be repeatable. Give the others by `--config`."""
+        return CheckSetup({"host_bytes": CHECK_HOST_BYTES, "load_mode": "layerwise"})
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: EngineConfig) -> str:

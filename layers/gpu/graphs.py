@@ -9,7 +9,8 @@ from __future__ import annotations
 import bisect
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+import gc
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple, Protocol, TypeVar
 
 import torch
@@ -208,6 +209,11 @@ class GraphPool:
                     " set cudagraph_mode='NONE'."
                 ) from error
 
+    def close(self) -> None:
+        """Let go of all graphs, and of their memory."""
+        self._decode, self._mixed, self._pieces, self._chunks = (_Shelf() for _ in range(4))
+        self._room = None
+
     def find(self, size: StepSize, *, is_decode: bool) -> Captured | None:
         """What can stand for a step of this size.
 
@@ -279,7 +285,7 @@ class GraphPool:
             work()
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.stream(self._stream):
+        with torch.cuda.stream(self._stream), _no_garbage_collection():
             graph.capture_begin(pool=self._memory)
             try:
                 result = work()
@@ -289,6 +295,19 @@ class GraphPool:
                 raise
             graph.capture_end()
         return graph, result
+
+
+@contextlib.contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """Of cycles, in the whole process: graphs of an engine that has ended must not go while one is
+    captured, which would fail for it."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 class _WantedStep(NamedTuple):

@@ -322,7 +322,8 @@ class GpuRunner:
         return lambda: output
 
     def close(self) -> None:
-        """Let the connectors end; drop pages and requests."""
+        """Let the connectors end; drop pages, graphs and requests."""
         self._workers.close()
         self.state = RunnerState()
         self._pending.clear()
+        self._graphs.close()

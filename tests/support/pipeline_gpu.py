@@ -7,7 +7,7 @@ before its copy has ended gets no answer at all.
 from __future__ import annotations
 
 import random
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any, Literal
 
@@ -89,6 +89,9 @@ class LoadRig:
             rig.before(layer, runs)
             return load(copies, layer, runs)
 
+        def rigged_load_layers(copies: PageCopies, layers: range, runs: Runs) -> Iterator[Copied]:
+            return (rigged_load(copies, layer, runs) for layer in layers)
+
         def rigged_start_load_kv(side: PipelineConnector, context: Any, **kwargs: Any) -> None:
             if side._metadata.loads_within_step:
                 rig.modes.append(context.cudagraph_runtime_mode)
@@ -97,6 +100,7 @@ class LoadRig:
         monkeypatch.setattr(PipelineWorker, "register", rigged_register)
         monkeypatch.setattr(PipelineWorker, "start", rigged_start)
         monkeypatch.setattr(PageCopies, "load", rigged_load)
+        monkeypatch.setattr(PageCopies, "load_layers", rigged_load_layers)
         monkeypatch.setattr(PipelineConnector, "start_load_kv", rigged_start_load_kv)
 
     def _note_and_poison(self, metadata: PipelineMetadata, layers: list[torch.Tensor]) -> None:
