@@ -39,9 +39,10 @@ chat: $(VENV)/.run-installed
 
 # Bare pytest: `python -m pytest` would put the root on sys.path and load every module twice.
 # Triton decides at import whether it interprets its kernels, so those have a process of their own.
+# Two processes at a time, whatever the machine: a file's tests stay together, with what they share.
 test: $(VENV)/.dev-installed
-	@$(BIN)/pytest -W error --ignore=tests/kernels
-	@TRITON_INTERPRET=1 $(BIN)/pytest -W error tests/kernels
+	@$(BIN)/pytest -W error -n 2 --dist loadfile --ignore=tests/kernels
+	@TRITON_INTERPRET=1 $(BIN)/pytest -W error -n 2 --dist loadfile tests/kernels
 
 test-gpu: $(VENV)/.dev-installed
 	@$(BIN)/pytest -W error -m gpu
