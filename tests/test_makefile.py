@@ -91,8 +91,8 @@ def test_a_second_run_installs_nothing(checkout: Path) -> None:
     assert done.returncode == 0
     assert "nstall" not in done.stdout
     assert (checkout / "args").read_text().splitlines() == [
-        "-W error --ignore=tests/kernels",
-        "-W error tests/kernels",
+        "-W error -n 2 --dist loadfile --ignore=tests/kernels",
+        "-W error -n 2 --dist loadfile tests/kernels",
         "interpreting",
     ]
 
