@@ -6,10 +6,8 @@ the scheduler's to decide. Loop thread, never awaits. Knows no queue and no bloc
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import logging
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from interlace.engine.block_pool import BlockPool
@@ -49,13 +47,23 @@ class ConnectorCalls:
         self._named_slow: set[str] = set()
         self.name = type(connector).__name__
 
-    @contextlib.contextmanager
-    def _hook(self, hook: str) -> Iterator[None]:
+    def _call(self, hook: str, *args: object) -> Any:
+        """Call a hook, and see how long it takes. Raises: `ConnectorError`."""
         began_s = self._clock.monotonic()
-        with blaming(self._connector, hook):
-            yield
+        try:
+            answer = getattr(self._connector, hook)(*args)
+        except (Exception, SystemExit):
+            # Not around the call: entering it takes longer than most hooks do.
+            with blaming(self._connector, hook):
+                raise
         took_s = self._clock.monotonic() - began_s
-        if took_s > SLOW_HOOK_S and hook not in self._named_slow:
+        if took_s > SLOW_HOOK_S:
+            self._warn_of(hook, took_s)
+        return answer
+
+    def _warn_of(self, hook: str, took_s: float) -> None:
+        """Once for each hook."""
+        if hook not in self._named_slow:
             self._named_slow.add(hook)
             logger.warning(
                 "%s.%s took %.0f ms on the event loop; it must answer from memory",
@@ -66,8 +74,7 @@ class ConnectorCalls:
 
     def bind_pool(self, pool: BlockPool) -> None:
         """Show the engine's block pool. Raises: `ConnectorError`."""
-        with self._hook("bind_gpu_block_pool"):
-            self._connector.bind_gpu_block_pool(pool)
+        self._call("bind_gpu_block_pool", pool)
 
     def finished_count(self) -> int | None:
         """How many workers report each id; None means all. Device thread.
@@ -93,8 +100,7 @@ class ConnectorCalls:
 
     def take_stats(self) -> KVConnectorStats | None:
         """The scheduler side's statistics since the last call. Raises: `ConnectorError`."""
-        with self._hook("get_kv_connector_stats"):
-            stats = self._connector.get_kv_connector_stats()
+        stats = self._call("get_kv_connector_stats")
         if stats is None or isinstance(stats, KVConnectorStats):
             return stats
         raise ConnectorError(
@@ -104,8 +110,11 @@ class ConnectorCalls:
 
     def take_events(self) -> list[KVCacheEvent]:
         """Cache events since the last call. Raises: `ConnectorError`."""
-        with self._hook("take_events"):
-            events = list(self._connector.take_events())
+        answer = self._call("take_events")
+        if answer == ():
+            return []
+        with blaming(self._connector, "take_events"):  # it may be a generator
+            events = list(answer)
         for event in events:
             if not isinstance(event, KVCacheEvent):
                 raise ConnectorError(
@@ -119,8 +128,7 @@ class ConnectorCalls:
 
         Raises: `ConnectorError` if it raises, or answers what the protocol forbids.
         """
-        with self._hook("get_num_new_matched_tokens"):
-            answer = self._connector.get_num_new_matched_tokens(request, num_computed_tokens)
+        answer = self._call("get_num_new_matched_tokens", request, num_computed_tokens)
         return self._checked(answer, request.num_tokens - num_computed_tokens)
 
     def _checked(self, answer: Any, most: int) -> Match | None:
@@ -146,8 +154,7 @@ class ConnectorCalls:
     def compute_end(self, request: Request, load_end: int, block_size: int) -> int | None:
         """Up to where the engine computes a request whose back is loaded, up to `load_end`; None if
         it does not compute before all is loaded. Raises: `ConnectorError`."""
-        with self._hook("get_compute_end"):
-            end = self._connector.get_compute_end(request)
+        end = self._call("get_compute_end", request)
         if end is None:
             return None
         if isinstance(end, bool) or not isinstance(end, int):
@@ -163,15 +170,12 @@ class ConnectorCalls:
 
     def allocated(self, request: Request, num_external_tokens: int) -> None:
         """The request has all blocks that it needs for now. Raises: `ConnectorError`."""
-        with self._hook("update_state_after_alloc"):
-            self._connector.update_state_after_alloc(
-                request, KVCacheBlocks((tuple(request.blocks),)), num_external_tokens
-            )
+        blocks = KVCacheBlocks((tuple(request.blocks),))
+        self._call("update_state_after_alloc", request, blocks, num_external_tokens)
 
     def with_metadata(self, output: SchedulerOutput) -> SchedulerOutput:
         """The step's message with the connector's metadata. Raises: `ConnectorError`."""
-        with self._hook("build_connector_meta"):
-            metadata = self._connector.build_connector_meta(output)
+        metadata = self._call("build_connector_meta", output)
         if not isinstance(metadata, KVConnectorMetadata):
             raise ConnectorError(
                 f"{self.name}.build_connector_meta returned {metadata!r}; "
@@ -181,13 +185,11 @@ class ConnectorCalls:
 
     def report(self, connector_output: KVConnectorOutput) -> None:
         """Hand over what the worker side reported. Raises: `ConnectorError`."""
-        with self._hook("update_connector_output"):
-            self._connector.update_connector_output(connector_output)
+        self._call("update_connector_output", connector_output)
 
     def reset_cache(self) -> bool:
         """Let the connector forget what it stored. Raises: `ConnectorError`."""
-        with self._hook("reset_cache"):
-            return self._connector.reset_cache() is not False
+        return self._call("reset_cache") is not False
 
     def shutdown(self) -> None:
         """End the connector's scheduler side; what it raises is logged. Any thread."""
@@ -203,12 +205,10 @@ class ConnectorCalls:
         for_groups = getattr(self._connector, "request_finished_all_groups", None)
         if for_groups is None:
             hook = "request_finished"
-            with self._hook(hook):
-                answer = self._connector.request_finished(request, block_ids)
+            answer = self._call(hook, request, block_ids)
         else:
             hook = "request_finished_all_groups"
-            with self._hook(hook):
-                answer = for_groups(request, (block_ids,))
+            answer = self._call(hook, request, (block_ids,))
         match answer:
             case (bool() as stays, dict() | None as params):
                 return stays, params

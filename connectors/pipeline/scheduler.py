@@ -293,11 +293,8 @@ class PipelineScheduler:
         for request_id in scheduler_output.preempted_req_ids & self._requests.keys():
             self._planner.fence(self._requests[request_id])
             self._lose_load(self._requests[request_id])
-        before = computed_before(scheduler_output)
-        if self._splits:
-            self._adjust_splits(scheduler_output, before)
-        if self._settings.may_save:
-            self._plan_saves(scheduler_output, before)
+        if self._splits or self._settings.may_save:
+            self._follow_computed(scheduler_output)
         orders = self._planner.take_orders()
         loads, self._loads = self._loads, []
         shares, self._shares = self._shares, []
@@ -311,8 +308,16 @@ class PipelineScheduler:
             shares=tuple(shares),
             lost_loads=frozenset(lost_loads),
             num_tokens=scheduler_output.total_num_scheduled_tokens,
-            num_context_tokens=sum(before.values()),
+            num_context_tokens=_num_computed_before(scheduler_output),
         )
+
+    def _follow_computed(self, output: SchedulerOutput) -> None:
+        """What the step computes may be saved, and may meet what is loaded from the back."""
+        before = computed_before(output)
+        if self._splits:
+            self._adjust_splits(output, before)
+        if self._settings.may_save:
+            self._plan_saves(output, before)
 
     def _plan_saves(self, output: SchedulerOutput, before: Mapping[str, int]) -> None:
         for request_id, num_new in output.num_scheduled_tokens.items():
@@ -432,3 +437,9 @@ class PipelineScheduler:
         return (
             f"<PipelineScheduler requests={len(self._requests)} {self.index!r} {self._planner!r}>"
         )
+
+
+def _num_computed_before(output: SchedulerOutput) -> int:
+    """Sum over the step's requests."""
+    new = sum(one.num_computed_tokens for one in output.scheduled_new_reqs)
+    return new + sum(output.scheduled_cached_reqs.num_computed_tokens)
