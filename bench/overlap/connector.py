@@ -58,9 +58,8 @@ class MeteredPipelineConnector(PipelineConnector):
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         """As if the connector had been made with the load mode that the meter says now."""
-        side = self._scheduler
-        if side._settings.load_mode != self._meter.load_mode:
-            side._settings = dataclasses.replace(side._settings, load_mode=self._meter.load_mode)
+        if self._scheduler.load_mode != self._meter.load_mode:
+            self._scheduler.load_mode = self._meter.load_mode
         return super().get_num_new_matched_tokens(request, num_computed_tokens)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
@@ -78,18 +77,18 @@ class MeteredWorker(PipelineWorker):
         self._meter = meter
         self._has_queued = False  # a forward, in this step
 
-    def start(self, metadata: PipelineMetadata) -> None:
+    def start(self, metadata: PipelineMetadata, *, by_layer: bool = False) -> None:
         """As in `PipelineWorker`; loads are timed and noted."""
         meter = self._meter
         if not meter.is_on:
-            super().start(metadata)
+            super().start(metadata, by_layer=by_layer)
             return
         meter.use(self._open.pipeline.watch)
         if metadata.loads or metadata.num_tokens:
             meter.note_begin(metadata.num_tokens)
         known = (len(self._step_loads), len(self._bulk_loads))
         began = time.perf_counter()
-        super().start(metadata)
+        super().start(metadata, by_layer=by_layer)
         submit_s = time.perf_counter() - began
         for step_load in self._step_loads[known[0] :]:
             num_runs = sum(len(load.runs) for load in step_load.loads)

@@ -117,6 +117,16 @@ class PipelineScheduler:
         """Request id -> how it is split, from its load from the back on until it ends."""
 
     @property
+    def load_mode(self) -> LoadMode:
+        """How loads are forced, if they are. May be set: requests that are matched from then on
+        follow it."""
+        return self._settings.load_mode
+
+    @load_mode.setter
+    def load_mode(self, load_mode: LoadMode) -> None:
+        self._settings = dataclasses.replace(self._settings, load_mode=load_mode)
+
+    @property
     def is_idle(self) -> bool:
         """Whether no request, load or save is remembered."""
         return not (

@@ -119,13 +119,12 @@ class Both:
 
         def ask_as_told(request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
             side = self.connector._scheduler
-            plain = side._settings
-            mode = self.load_modes.get(request.request_id, plain.load_mode)
-            side._settings = dataclasses.replace(plain, load_mode=mode)
+            plain = side.load_mode
+            side.load_mode = self.load_modes.get(request.request_id, plain)
             try:
                 return ask(request, num_computed_tokens)
             finally:
-                side._settings = plain
+                side.load_mode = plain
 
         vars(self.connector)["get_num_new_matched_tokens"] = ask_as_told
 
