@@ -9,11 +9,11 @@
 prefix its tail first. Nothing survives the engine.
 
 **When it loads**: `load_mode` says, or per request the rates measured on this machine. Within the
-step, layer by layer: the request computes at once, and each group of `group_size` layers waits at
+step, layer by layer: the request computes at once, and each group of layers (`group_size`) waits at
 its own gate until its KV is there, in captured graphs too. In bulk, beside the steps, before the
-request joins the batch. Or not at all, where computing is sooner. Blocks hit in any whole number;
-one token at least is left to compute. Or both at once, "hybrid": what is stored is computed from
-its front and loaded from its back, beside the steps, until the two meet.
+request joins the batch. From the back, beside the steps, while those compute what is stored from
+its front, until the two meet ("hybrid"). Or not at all, where computing is sooner. Blocks hit in
+any whole number; one token at least is left to compute.
 
 **What it guarantees**:
 
@@ -21,8 +21,10 @@ its front and loaded from its back, beside the steps, until the two meet.
   beneath.
 - A step waits for loads within itself alone, and where the connector chooses, its requests together
   not longer than `max_load_stall_ms`, as far as the rates can tell.
-- Saves are copied beside later steps. A preemption waits until its blocks are no longer read.
-- A copy that fails costs a save or a recompute, never an answer.
+- Saves are copied beside later steps. A preemption waits until its blocks are neither read nor
+  written.
+- A copy that fails costs a save or a recompute, never an answer. One that does not return is given
+  up after a deadline.
 - A record that a load reads is not given to another block.
 
 Read on in this order:
@@ -34,7 +36,13 @@ Read on in this order:
     pipeline/planner.py      which blocks are saved, and when they become visible
     pipeline/host_index.py   which record holds which block, and which goes
     pipeline/worker.py       the steps of the worker side
-    pipeline/layer_pipeline.py   copies, layer by layer or in bulk
+    pipeline/layer_pipeline.py   copies, layer by layer or beside the steps
+    pipeline/layer_groups.py     which layers share a gate
+    pipeline/worker_loads.py     what one step loads within itself
+    pipeline/worker_feeder.py    what goes on beside the steps, slice by slice
+    pipeline/worker_backward.py  the same from the back, with a share that may change
+    pipeline/worker_deadlines.py what happens when a copy does not return
+    pipeline/records.py          the host memory
 """
 
 from __future__ import annotations
@@ -62,6 +70,7 @@ from interlace.engine.kv_connector_stats import KVConnectorStats
 from interlace.engine.ports import LayerGates
 from interlace.engine.request import Request
 from interlace.engine.scheduler_output import SchedulerOutput
+from interlace.layers.graph_mode import GraphMode
 
 if TYPE_CHECKING:
     import torch
@@ -199,7 +208,7 @@ class PipelineConnector(KVConnectorBase_V1):
         return self._worker.layer_gates
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
-        """Wait for the fenced saves: the step hands their blocks on."""
+        """Wait for fenced saves and lost loads: the step hands their blocks on."""
         assert isinstance(kv_connector_metadata, PipelineMetadata)
         self._worker.handle_preemptions(kv_connector_metadata)
 
@@ -210,7 +219,8 @@ class PipelineConnector(KVConnectorBase_V1):
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         """Queue the step's loads, those within it layer by layer."""
-        self._worker.start(self._metadata)
+        is_replayed = forward_context.cudagraph_runtime_mode is GraphMode.FULL
+        self._worker.start(self._metadata, by_layer=not is_replayed)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Let the layer wait at its gate."""
@@ -226,7 +236,7 @@ class PipelineConnector(KVConnectorBase_V1):
         self._worker.finish_forward()
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """Held requests without open saves, and asynchronous loads that have ended."""
+        """Held requests without open saves, and those whose load beside the steps has ended."""
         return self._worker.get_finished(finished_req_ids)
 
     def get_block_ids_with_load_errors(self) -> set[int]:

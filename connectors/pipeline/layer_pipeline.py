@@ -9,7 +9,8 @@
 
 Three lanes. On "load" a step's own loads go layer by layer over all of its requests, a gate for
 each group of layers. On "bulk" and "store" whole records go beside the steps, in slices, so that
-little is queued on the device at a time, and nothing more while a step waits for its own load.
+little is queued on the device at a time, and nothing more while a step waits for its own load; what
+is loaded from the back goes on "bulk" too, its last records first.
 
 **On a GPU** lanes are streams: copies are queued at once, behind all that is on the compute stream,
 and whether CUDA takes them is known then. The host never waits. **On a CPU** lanes are threads, or
@@ -63,6 +64,8 @@ DEFAULT_GROUP_SIZE = 2
 DEFAULT_WINDOW_BYTES = 32 << 20
 """Half a millisecond of a PCIe 5 link."""
 DEFAULT_DEADLINE_S = 30.0
+GROUPS_AHEAD = 6
+"""Of layers, of a load that is submitted by layer: some 5 ms of the link with groups of two."""
 
 
 class LaneCopies(NamedTuple):
@@ -124,6 +127,7 @@ class LayerPipeline:
             )
         )
         self._load: PipelinedLoad | None = None  # the newest one
+        self._step_id = 0  # that it is of
         self._may_write_late = False  # a copy of it that was given up
         self._gates = self._make_gates(lanes) if isinstance(lanes, CudaLanes) else None
 
@@ -165,8 +169,14 @@ class LayerPipeline:
 
     # ---------------------------------------------------------------- within the step
 
-    def submit_load(self, parts: Sequence[Sequence[Run]], step_id: int) -> PipelinedLoad:
+    def submit_load(
+        self, parts: Sequence[Sequence[Run]], step_id: int, *, by_layer: bool = False
+    ) -> PipelinedLoad:
         """Load the runs of all parts within step `step_id`, and arm its gates.
+
+        With `by_layer`, for a step that calls `wait` for each layer, a stream takes what the first
+        layers need now, and the rest as `wait` comes along: so the step is launched sooner. Then no
+        captured graph may wait for the gates.
 
         The load before must be done, or its step over. What goes wrong is in `errors`, part by
         part; never raises for it.
@@ -177,21 +187,37 @@ class LayerPipeline:
         if self._compute is not None:
             # What was queued before may still write to the blocks: zeros, for instance.
             self._lane.wait(self._compute.record())
-        try:
-            self._submit_groups(load, step_id)
-        except (LaneFullError, LaneClosedError) as error:
-            self._give_up(load, error)
+        self._step_id = step_id
+        self._submit_up_to(GROUPS_AHEAD if by_layer else load.num_groups)
         return load
 
-    def _submit_groups(self, load: PipelinedLoad, step_id: int) -> None:
+    def _submit_up_to(self, num_groups: int) -> None:
+        """So many groups of the step's load, if they were not submitted yet."""
+        load = self._load
+        if load is None or len(load.gates) >= min(num_groups, load.num_groups):
+            return
+        is_stream = self._gates is not None
+        end = min(num_groups, load.num_groups) if is_stream else load.num_groups
+        try:
+            self._submit_groups(load, range(len(load.gates), end))
+        except (LaneFullError, LaneClosedError) as error:
+            self._give_up(load, error)
+
+    def _submit_groups(self, load: PipelinedLoad, groups: range) -> None:
         """A gate for each group. A stream takes all in one work; where works take their time, each
         group is one, so that other lanes get their turn. Raises: as `Lane.submit`."""
-        groups = [functools.partial(load.copy_group, i) for i in range(load.num_groups)]
+        works = [functools.partial(load.copy_group, group) for group in groups]
         if self._gates is None or not isinstance(self._lane, CudaLane):
-            for group in groups:
-                load.gates.append(self._lane.submit(group))
-        elif groups:
-            load.gates += self._lane.submit_parts(groups, self._gates.gates, step_id)
+            for work in works:
+                load.gates.append(self._lane.submit(work))
+        else:
+            gates = self._gates.gates[groups.start : groups.stop]
+            load.gates += self._lane.submit_parts(works, gates, self._step_id)
+
+    def submit_rest(self) -> None:
+        """Nobody calls `wait` for this step any more: submit what it has not come to."""
+        if self._load is not None:
+            self._submit_up_to(self._load.num_groups)
 
     def wait(self, layer: int) -> None:
         """Let the step wait until what it loads of `layer` is in the pages, or has failed.
@@ -199,7 +225,11 @@ class LayerPipeline:
         Nothing if nothing is loaded. May be repeated.
         """
         load, group = self._load, self._groups.group_of[layer]
-        if load is None or group in load.groups_passed or group >= len(load.gates):
+        if load is None or group in load.groups_passed:
+            return
+        if len(load.gates) < min(load.num_groups, group + GROUPS_AHEAD):
+            self._submit_up_to(group + GROUPS_AHEAD + 1)  # two at a time
+        if group >= len(load.gates):
             return
         load.groups_passed.add(group)
         gate = load.gates[group]
@@ -228,11 +258,13 @@ class LayerPipeline:
     def finish_step(self) -> None:
         """The step is over: `errors` of its load are final when this returns.
 
-        On a GPU they are so anyway. Elsewhere the host waits for what no layer has waited for.
+        On a GPU they are so when all is submitted. Elsewhere the host waits for what no layer has
+        waited for.
 
         Raises: `ConnectorError` if a copy has not returned for twice the deadline. It may write to
         its blocks whenever it does, and nobody keeps those: nothing may be computed any more.
         """
+        self.submit_rest()
         if self._compute is None:
             for layers in self._groups.ranges:
                 self.wait(layers.start)
@@ -296,8 +328,8 @@ class LayerPipeline:
         """A gate behind all that steps have queued so far; None where nothing is queued."""
         return None if self._compute is None else self._compute.record()
 
-    def fence(self, save: FedTransfer) -> None:
-        """When this returns, what is computed from now on may overwrite the blocks of `save`.
+    def fence(self, transfer: FedTransfer) -> None:
+        """When this returns, what is computed from now on may overwrite the blocks of `transfer`.
 
         What of it is not queued on the device is given up, which fails it. On a GPU the compute
         stream waits for the rest, and the host for nothing.
@@ -305,14 +337,14 @@ class LayerPipeline:
         Raises: `ConnectorError` if the copy under way does not return in time: then nothing may be
         computed any more, since the blocks are others' by now.
         """
-        if not save.give_up(self._deadline_s):
+        if not transfer.give_up(self._deadline_s):
             raise ConnectorError(
-                f"a copy for {save.name} has not returned for {self._deadline_s:g} s, and its"
+                f"a copy for {transfer.name} has not returned for {self._deadline_s:g} s, and its"
                 " blocks are handed on: close the engine, and look at what holds up the host's"
                 " memory or its store."
             )
-        if self._compute is not None and save.last_gate is not None:
-            self._compute.wait(save.last_gate)
+        if self._compute is not None and transfer.last_gate is not None:
+            self._compute.wait(transfer.last_gate)
 
     def poll(self, *, is_idle: bool = False) -> None:
         """Move on what goes on beside the steps. Never waits.

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     import torch
 
 _CLOSE_S = 10.0
-_BESIDE_S = 0.004
+_QUEUED_S = 0.004
 """Of loading beside the steps is under way at a time: what passes from one decode step to the next,
 and what a load within a step has to wait for at most."""
 _HURRIED_S = 0.020
@@ -125,7 +125,7 @@ class PipelineWorker:
         """What there is, and how fast it loads: measures that."""
         records = self._open.records
         load_rate = records.measure_load_rate()
-        self._beside_bytes = int(load_rate * _BESIDE_S)
+        self._beside_bytes = int(load_rate * _QUEUED_S)
         self._hurried_bytes = max(self._window_bytes, int(load_rate * _HURRIED_S))
         return PipelineHandshake(records.num_records, records.record_bytes, load_rate)
 
@@ -153,8 +153,9 @@ class PipelineWorker:
                 if one.transfer is not None:
                     pipeline.fence(one.transfer)
 
-    def start(self, metadata: PipelineMetadata) -> None:
-        """Begin a step, unless it has begun: queue its loads."""
+    def start(self, metadata: PipelineMetadata, *, by_layer: bool = False) -> None:
+        """Begin a step, unless it has begun: queue its loads. `by_layer`: its layers will come by
+        `wait_for_layer`."""
         if metadata is self._begun:
             return
         opened = self._open
@@ -166,7 +167,7 @@ class PipelineWorker:
         within = [load for load in metadata.loads if not load.is_async]
         if within:
             pipelined = opened.pipeline.submit_load(
-                [load.runs for load in within], metadata.step_id
+                [load.runs for load in within], metadata.step_id, by_layer=by_layer
             )
             self._step_loads.append(_StepLoad(within, pipelined))
         for load in metadata.loads:
@@ -213,6 +214,7 @@ class PipelineWorker:
     def finish_forward(self) -> None:
         """The forward is queued: its saves begin behind it."""
         self._has_forward = True
+        self._open.pipeline.submit_rest()
         self._open.sampler.end()
         self._send_saves()
 
@@ -224,9 +226,12 @@ class PipelineWorker:
         after = pipeline.record_compute()
         for save in saves:
             try:
-                self._saves[save.save_id] = pipeline.submit_save(save.runs, after)
+                transfer = pipeline.submit_save(save.runs, after)
             except ConnectorError:  # it does not fit: the scheduler side hears of it
                 self._failed_saves.add(save.save_id)
+                continue
+            transfer.name = f"save {save.save_id}"
+            self._saves[save.save_id] = transfer
 
     # ---------------------------------------------------------------- reports
 

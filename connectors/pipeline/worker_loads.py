@@ -30,9 +30,9 @@ class PipelinedLoad:
         """For `LayerPipeline`. A part whose runs do not fit has failed."""
         self.errors: list[BaseException | None] = [None] * len(parts)
         """Of each part, why it is not in the pages. Final when its last group's gate has opened; on
-        a GPU as soon as it was submitted."""
+        a GPU as soon as that group was submitted."""
         self.gates: list[Gate] = []
-        """Of each group that was submitted."""
+        """Of each group that was submitted, in their order."""
         self.groups_passed: set[int] = set()
         """Those for which the step waits already."""
         self._copies = copies
@@ -41,6 +41,9 @@ class PipelinedLoad:
         self._is_given_up = False
         self._meter = TransferMeter(watch)
         self._runs: list[Runs | None] = [self._prepared(i, part) for i, part in enumerate(parts)]
+        has_blocks = any(runs is not None and runs.num_blocks for runs in self._runs)
+        self.num_groups = len(groups.ranges) if has_blocks else 0
+        """Works that it takes: none if there is nothing to copy."""
 
     def _prepared(self, part: int, runs: tuple[Run, ...]) -> Runs | None:
         try:
@@ -50,17 +53,12 @@ class PipelinedLoad:
             return None
 
     @property
-    def num_groups(self) -> int:
-        """Works that it takes: none if there is nothing to copy."""
-        if not any(runs is not None and runs.num_blocks for runs in self._runs):
-            return 0
-        return len(self._groups.ranges)
-
-    @property
     def is_done(self) -> bool:
         """Whether it touches neither pages nor records any more. Never waits."""
         if self._is_given_up:  # works that were dropped are not in order any more
             return all(gate.query() for gate in self.gates)
+        if len(self.gates) < self.num_groups:
+            return False
         return not self.gates or self.gates[-1].query()
 
     @property

@@ -80,10 +80,12 @@ class LoadRig:
             register(worker, kv_caches)
             rig._pages[worker] = list(kv_caches.values())
 
-        def rigged_start(worker: PipelineWorker, metadata: PipelineMetadata) -> None:
+        def rigged_start(
+            worker: PipelineWorker, metadata: PipelineMetadata, *, by_layer: bool = False
+        ) -> None:
             if metadata is not worker._begun:
                 rig._note_and_poison(metadata, rig._pages[worker])
-            start(worker, metadata)
+            start(worker, metadata, by_layer=by_layer)
 
         def rigged_load(copies: PageCopies, layer: int, runs: Runs) -> Copied:
             rig.before(layer, runs)

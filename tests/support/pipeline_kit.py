@@ -139,7 +139,7 @@ class RiggedWorker(PipelineWorker):
             pages[1:] = torch.nan
         self.attach(records, pipeline, list(kv_caches))
 
-    def start(self, metadata: PipelineMetadata) -> None:
+    def start(self, metadata: PipelineMetadata, *, by_layer: bool = False) -> None:
         rig = self._rig
         if metadata is not self._begun:
             within = [load for load in metadata.loads if not load.is_async]
@@ -150,7 +150,7 @@ class RiggedWorker(PipelineWorker):
                 for run in load.runs:
                     records |= {run.record + i for i in range(run.num_blocks)}
                     self._poison(run.block_id, run.num_blocks)
-        super().start(metadata)
+        super().start(metadata, by_layer=by_layer)
 
     def _poison(self, block_id: int, num_blocks: int) -> None:
         for pages in self._pages:

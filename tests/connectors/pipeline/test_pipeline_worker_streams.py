@@ -7,10 +7,11 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 from fake_streams import FakeDevice, FakeEvent, FakeStream
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from interlace.connectors.pipeline import layer_pipeline
 from interlace.connectors.pipeline.layer_pipeline import (
     LaneCopies,
     LayerPipeline,
@@ -160,12 +161,21 @@ OTHER: list[Run] = [(15, 10, 3)]
 seeds = st.integers(0, 2**32)
 
 
-@settings(max_examples=60, deadline=None)
-@given(seed=seeds)
-def test_an_eager_step_reads_what_was_loaded(seed: int) -> None:
+@pytest.fixture
+def one_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A load by layer is submitted as late as can be."""
+    monkeypatch.setattr(layer_pipeline, "GROUPS_AHEAD", 1)
+
+
+@pytest.mark.usefixtures("one_ahead")
+@settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(seed=seeds, by_layer=st.booleans())
+def test_an_eager_step_reads_what_was_loaded(seed: int, by_layer: bool) -> None:
     kit = Kit(seed)
     kit.poison(range(1, NUM_BLOCKS))  # an earlier step, not computed yet
-    load = kit.pipeline.submit_load([RUNS, OTHER], 7)
+    load = kit.pipeline.submit_load([RUNS, OTHER], 7, by_layer=by_layer)
     kit.step()
     kit.device.drain()
     assert kit.saw_all(RUNS + OTHER)
@@ -195,6 +205,40 @@ def test_a_load_is_one_work_in_which_each_gate_follows_its_group() -> None:
         *layer, *layer, "record 2", *layer, "record mark", "record 3",
     ]  # fmt: skip
     assert "running=1>" in repr(kit.pipeline._lane)
+
+
+@pytest.mark.usefixtures("one_ahead")
+def test_a_load_by_layer_is_submitted_as_its_step_comes_along() -> None:
+    kit = Kit()
+    load = kit.pipeline.submit_load([RUNS], 7, by_layer=True)
+    assert len(load.gates) == 1
+    kit.device.drain()
+    assert not is_done(load), "the rest is to come"
+    kit.pipeline.wait(0)
+    assert len(load.gates) == 1
+    kit.pipeline.wait(1)
+    assert len(load.gates) == 3, "two at a time"
+    kit.pipeline.submit_rest()
+    assert len(load.gates) == len(FIRST_OF_GROUPS)
+    kit.device.drain()
+    assert is_done(load)
+    kit.step()
+    kit.device.drain()
+    assert kit.saw_all(RUNS)
+
+
+@pytest.mark.usefixtures("one_ahead")
+@pytest.mark.parametrize("refused", range(NUM_LAYERS))
+def test_what_is_refused_later_fails_in_the_same_step(refused: int) -> None:
+    kit = Kit()
+    kit.copies.refused_layer = refused
+    load = kit.pipeline.submit_load([RUNS], 7, by_layer=True)
+    for layer in range(3):
+        kit.pipeline.wait(layer)
+    kit.pipeline.finish_step()
+    assert load.errors[0] is not None
+    kit.device.drain()
+    assert is_done(load)
 
 
 @pytest.mark.parametrize("left_out", FIRST_OF_GROUPS)
