@@ -74,7 +74,7 @@ class TraceFacts:
     new_tokens: int
     """Computed in the step."""
     group_size: int
-    """Layers that share a gate."""
+    """Layers that share a gate, but for the first and the last one: see `LayerGroups`."""
     request_id: str
     step_id: int
 

@@ -47,7 +47,7 @@ class TimelinePlan:
     repeats: int
     """Recorded hits; one more before them warms up."""
     group_size: int
-    """Layers that share a gate; at most as many as there are."""
+    """See `TraceFacts`; at most as many as there are layers."""
 
     def check(self) -> None:
         """Raises: `ConfigError`."""

@@ -1,4 +1,4 @@
-"""What the CUDA lanes of one device share: who is looked after, and time. See `cuda_lanes.py`."""
+"""Lets the lanes of one device get on, and the host wait for them. See `cuda_lanes.py`."""
 
 from __future__ import annotations
 

@@ -27,8 +27,6 @@ POOL_FACTOR = 8
 """Blocks of the pool, and records, in those of the prompt."""
 SUBMIT_BLOCKS, SUBMIT_LAYERS = 512, 32
 """Of the load that the bar for submitting is about."""
-
-
 HELD = (0.5, 0.95)
 """Shares of the pool that running requests hold; the bar is about the last one. In the rest lies
 what ended ones have left."""

@@ -26,7 +26,8 @@ class PipelineOptions(Options):
     the back beside the steps, while those compute it from the front; "recompute", not at all;
     "auto" chooses for each request what its measured rates promise to be soonest."""
     group_size: int = 2
-    """Layers that share a gate."""
+    """Layers that share a gate. The first and the last one have gates of their own: see
+    `LayerGroups`."""
     max_load_stall_ms: float = 20.0
     """Only under "auto": how long the requests of a batch, taken together, may wait for a load
     within their step."""

@@ -76,7 +76,7 @@ class FedTransfer:
     window_bytes: int = 0
     """Bytes of it that may be queued at a time, if the feeder's own window is smaller."""
     name: str = "nobody in particular"
-    """For people: whose it is."""
+    """For people: the request that loads, or which save it is."""
 
     def __init__(
         self,
