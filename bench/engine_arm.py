@@ -80,7 +80,7 @@ class EngineArm:
                         group.create_task(self._read(prompt, work.output_tokens, reading))
             except ExceptionGroup as several:
                 raise several.exceptions[0] from None  # the others were cancelled for it
-        await self._until_idle()
+        await until_idle(self._engine)
         idle = self._clock.monotonic()
         sample = sample_of(
             work,
@@ -103,26 +103,35 @@ class EngineArm:
         if not self._engine.reset_prefix_cache():
             raise InterlaceError("the engine still uses KV, so it cannot forget it.")
 
-    async def _until_idle(self) -> None:
-        for _ in range(MAX_IDLE_POLLS):
-            if self._engine.snapshot().idle:
-                return
-            await asyncio.sleep(IDLE_POLL_S)
-        raise InterlaceError("the engine was not idle 10 s after its last token; nothing is timed.")
-
     async def _read(self, prompt: Sequence[int], output_tokens: int, reading: _Reading) -> None:
-        params = SamplingParams(
-            temperature=0.0, max_tokens=output_tokens, ignore_eos=True, detokenize=False
-        )
-        async for out in self._engine.generate(prompt, params):
+        async for out in self._engine.generate(prompt, params_for(output_tokens)):
             reading.arrivals += [self._clock.monotonic()] * len(out.token_ids)
             if out.usage is not None:
                 reading.cached_tokens = out.usage.num_local_cached_tokens
                 reading.loaded_tokens = out.usage.num_external_cached_tokens
-            if out.finish_reason in ("error", "abort"):
-                raise InterlaceError(f"a benchmark request failed: {out.error or 'aborted'}")
+            refuse_failed(out)
         if len(reading.arrivals) != output_tokens:
             raise InterlaceError(
                 f"a benchmark request ended after {len(reading.arrivals)} of {output_tokens} "
                 "tokens; use fewer --output-tokens or --prompt-tokens."
             )
+
+
+def params_for(num_tokens: int) -> SamplingParams:
+    """Greedy, past every end of sequence, without text."""
+    return SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True, detokenize=False)
+
+
+def refuse_failed(out: RequestOutput) -> None:
+    """Raises: `InterlaceError` if the request has failed, or was aborted."""
+    if out.finish_reason in ("error", "abort"):
+        raise InterlaceError(f"a benchmark request failed: {out.error or 'aborted'}")
+
+
+async def until_idle(engine: TokenEngine) -> None:
+    """Wait until nothing is queued, running or in flight. Raises: `InterlaceError` after 10 s."""
+    for _ in range(MAX_IDLE_POLLS):
+        if engine.snapshot().idle:
+            return
+        await asyncio.sleep(IDLE_POLL_S)
+    raise InterlaceError("the engine was not idle 10 s after its last request; nothing is timed.")

@@ -1,11 +1,14 @@
-"""A median and how far the repeats lie around it. Knows nothing of what was measured."""
+"""A median and how far the repeats lie around it, and percentiles. Knows nothing of what was
+measured."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 import statistics
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+
+_ROUNDING = 1e-9
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -35,3 +38,9 @@ class Spread:
         reach = math.sqrt(len(ordered)) / 2
         low, high = math.floor(middle - reach), math.ceil(middle + reach) - 1
         return (ordered[high] - ordered[low]) / 2
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The least of `values`, at least one, that so large a share of them does not exceed."""
+    ordered = sorted(values)
+    return ordered[max(0, math.ceil(share * len(ordered) - _ROUNDING) - 1)]

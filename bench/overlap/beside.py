@@ -16,12 +16,12 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from interlace.bench.overlap.arms import behind, require
-from interlace.bench.overlap.crowd import Answer, Crowd, crowd_of, percentile
+from interlace.bench.overlap.crowd import Answer, Crowd, crowd_of
 from interlace.bench.overlap.engines import Kind, OpenEngine
 from interlace.bench.overlap.mixed import decoders
 from interlace.bench.overlap.rig import Outcome, Rig, Setting, judged
 from interlace.bench.report import Row
-from interlace.bench.spread import Spread
+from interlace.bench.spread import Spread, percentile
 from interlace.bench.workload import Work
 
 P99 = 0.99

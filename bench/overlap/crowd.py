@@ -13,20 +13,16 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import math
 import statistics
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import NamedTuple
 
-from interlace.bench.engine_arm import IDLE_POLL_S, MAX_IDLE_POLLS, TokenEngine
+from interlace.bench.engine_arm import TokenEngine, params_for, refuse_failed, until_idle
 from interlace.bench.workload import Work
 from interlace.engine.errors import InterlaceError
 from interlace.engine.outputs import RequestOutput
 from interlace.engine.ports import Clock
-from interlace.engine.sampling_params import SamplingParams
-
-_ROUNDING = 1e-9
 
 
 class Answer(NamedTuple):
@@ -96,9 +92,10 @@ class Crowd:
         started = self.now()
         last: RequestOutput | None = None
         arrived = started
-        async for out in self._engine.generate(prompt, _params(1)):
+        async for out in self._engine.generate(prompt, params_for(1)):
             arrived = self.now() if out.token_ids else arrived
-            last = _checked(out)
+            refuse_failed(out)
+            last = out
         assert last is not None, "a stream has an end"
         usage = last.usage
         assert usage is not None, "a stream ends with its usage"
@@ -109,8 +106,8 @@ class Crowd:
     async def read(self, index: int) -> None:
         """Read one of the crowd. For `crowd_of`."""
         times, most = self._arrivals[index], self._work.output_tokens
-        async for out in self._engine.generate(self._work.prompts[index], _params(most)):
-            _checked(out)
+        async for out in self._engine.generate(self._work.prompts[index], params_for(most)):
+            refuse_failed(out)
             if out.token_ids:
                 times.append(self.now())
                 self._news.set()
@@ -141,34 +138,10 @@ async def crowd_of(engine: TokenEngine, clock: Clock, work: Work) -> AsyncIterat
                     reader.cancel()
     except ExceptionGroup as several:
         raise _first(several) from None  # the others were cancelled for it
-    await _until_idle(engine)
+    await until_idle(engine)
 
 
 def _first(error: Exception) -> Exception:
     while isinstance(error, ExceptionGroup):
         error = error.exceptions[0]
     return error
-
-
-async def _until_idle(engine: TokenEngine) -> None:
-    for _ in range(MAX_IDLE_POLLS):
-        if engine.snapshot().idle:
-            return
-        await asyncio.sleep(IDLE_POLL_S)
-    raise InterlaceError("the engine was not idle 10 s after its requests were ended.")
-
-
-def percentile(values: Sequence[float], share: float) -> float:
-    """The least of `values`, at least one, that so large a share of them does not exceed."""
-    ordered = sorted(values)
-    return ordered[max(0, math.ceil(share * len(ordered) - _ROUNDING) - 1)]
-
-
-def _params(max_tokens: int) -> SamplingParams:
-    return SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
-
-
-def _checked(out: RequestOutput) -> RequestOutput:
-    if out.finish_reason in ("error", "abort"):
-        raise InterlaceError(f"a benchmark request failed: {out.error or 'aborted'}")
-    return out

@@ -10,12 +10,12 @@ from typing import NamedTuple
 
 from interlace.bench.overlap.arms import behind
 from interlace.bench.overlap.beside import P99, Cycle
-from interlace.bench.overlap.crowd import Answer, Crowd, crowd_of, percentile
+from interlace.bench.overlap.crowd import Answer, Crowd, crowd_of
 from interlace.bench.overlap.engines import Kind
 from interlace.bench.overlap.mixed import decoders
 from interlace.bench.overlap.rig import Outcome, Rig, Setting, judged
 from interlace.bench.report import Row
-from interlace.bench.spread import Spread
+from interlace.bench.spread import Spread, percentile
 from interlace.connectors.pipeline.options import PipelineOptions
 from interlace.engine.errors import InterlaceError
 

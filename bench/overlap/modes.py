@@ -12,7 +12,7 @@ from interlace.bench.overlap.arms import HitArm, behind, require
 from interlace.bench.overlap.rig import Outcome, Rig, Setting, judged
 from interlace.bench.overlap.sizes import BLOCK_SIZE
 from interlace.bench.report import Check, Row
-from interlace.bench.spread import Spread
+from interlace.bench.spread import Spread, percentile
 from interlace.bench.workload import Work
 from interlace.connectors.pipeline.options import LoadMode
 
@@ -111,10 +111,10 @@ def _row(point: Point, by_mode: Mapping[LoadMode, Sequence[float]]) -> Row:
 
 
 def _checks(setting: Setting, taken: Taken) -> tuple[Check, ...]:
-    ratios = sorted(_ratio(by_mode) for by_mode in taken.values())
-    usual = ratios[max(0, -(-len(ratios) * 9 // 10) - 1)]
+    ratios = [_ratio(by_mode) for by_mode in taken.values()]
+    usual = percentile(ratios, 0.9)
     bars = setting.bars
     return (
         *judged("auto / best fixed mode, at 90% of the points", usual, at_most=bars.mode_usual),
-        *judged("auto / best fixed mode, at all points", ratios[-1], at_most=bars.mode_worst),
+        *judged("auto / best fixed mode, at all points", max(ratios), at_most=bars.mode_worst),
     )

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from interlace.bench.overlap.crowd import crowd_of, percentile
+from interlace.bench.overlap.crowd import crowd_of
+from interlace.bench.spread import percentile
 from interlace.bench.workload import Work
 from interlace.engine.errors import InterlaceError
 from interlace.engine.outputs import RequestOutput, Usage
