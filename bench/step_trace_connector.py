@@ -1,16 +1,16 @@
 """PipelineConnector, and a tape on which it notes what its steps do. For CPUs: a GPU's work has no
 host time.
 
-Named by `kv_connector_module_path`; its configuration has a `StepTape` under "tape" beside
-PipelineConnector's own options.
+Named by `kv_connector_module_path`; its configuration has a `StepTape` beside PipelineConnector's
+own options.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
+from interlace.bench.connector_option import take_option
 from interlace.bench.step_trace_tape import StepTape
 from interlace.connectors.pipeline.layer_pipeline import LaneCopies, LayerPipeline
 from interlace.connectors.pipeline.records import HostRecords
@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 
     from interlace.layers.forward_context import ForwardContext
 
+TAPE = "tape"
+"""Key of the tape among the connector's options."""
+
 
 class TapedPipelineConnector(PipelineConnector):
     """See the module's docstring, and the base class for when each method is called."""
@@ -37,17 +40,8 @@ class TapedPipelineConnector(PipelineConnector):
         kv_cache_config: KVCacheConfig | None = None,
     ) -> None:
         """Raises: `ConfigError` without a tape, and what the base class raises."""
-        given = vllm_config.kv_transfer_config
-        extra = {} if given is None else dict(given.kv_connector_extra_config)
-        tape = extra.pop("tape", None)
-        if given is None or not isinstance(tape, StepTape):
-            raise ConfigError(
-                "TapedPipelineConnector needs a StepTape as 'tape' in kv_connector_extra_config."
-            )
-        own = dataclasses.replace(given, kv_connector_extra_config=extra)
-        config = dataclasses.replace(vllm_config, kv_transfer_config=own)
+        self._tape, config = take_option(vllm_config, TAPE, StepTape, type(self))
         super().__init__(config, role, kv_cache_config)
-        self._tape = tape
         self._places: dict[str, int] = {}
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:

@@ -7,16 +7,15 @@ Nothing else is changed: a request takes the way that `load_mode` would have for
 
 from __future__ import annotations
 
-import dataclasses
 import time
 
+from interlace.bench.connector_option import take_option
 from interlace.bench.overlap.meter import Meter
 from interlace.connectors.pipeline.messages import PipelineHandshake, PipelineMetadata
 from interlace.connectors.pipeline.options import PipelineOptions
 from interlace.connectors.pipeline.worker import PipelineWorker
 from interlace.connectors.pipeline_connector import PipelineConnector
 from interlace.engine.config import EngineConfig
-from interlace.engine.errors import ConfigError
 from interlace.engine.kv_connector import (
     KVCacheConfig,
     KVConnectorHandshakeMetadata,
@@ -39,7 +38,7 @@ class MeteredPipelineConnector(PipelineConnector):
         kv_cache_config: KVCacheConfig | None = None,
     ) -> None:
         """Raises: `ConfigError`, also if there is no meter."""
-        self._meter, config = _split(vllm_config)
+        self._meter, config = take_option(vllm_config, METER, Meter, type(self))
         super().__init__(config, role, kv_cache_config)
 
     def _make_worker_side(self) -> None:
@@ -112,18 +111,3 @@ class MeteredWorker(PipelineWorker):
         has_queued, self._has_queued = self._has_queued, False
         if has_queued and self._meter.is_on:
             self._meter.note_end()
-
-
-def _split(config: EngineConfig) -> tuple[Meter, EngineConfig]:
-    """The meter, and the configuration without it. Raises: `ConfigError`."""
-    transfer = config.kv_transfer_config
-    options = {} if transfer is None else dict(transfer.kv_connector_extra_config)
-    meter = options.pop(METER, None)
-    if transfer is None or not isinstance(meter, Meter):
-        raise ConfigError(
-            f"MeteredPipelineConnector needs a Meter as kv_connector_extra_config[{METER!r}]: it is"
-            " for `interlace bench overlap`; use PipelineConnector elsewhere."
-        )
-    return meter, config.with_connector(
-        dataclasses.replace(transfer, kv_connector_extra_config=options)
-    )
