@@ -91,8 +91,7 @@ class _Prefix:
 
     def work_behind(self, count: int) -> Work:
         """The prefix and `count` tokens of which the first was never seen behind it."""
-        (prefix,), (suffix,) = self._work.prompts, self._source.make(1, count, 1).prompts
-        return Work(((*prefix, *suffix),), 1)
+        return self._source.behind(self._work, count)
 
     async def run_behind(self, count: int) -> Sample:
         """Time such a prompt. Raises: `InterlaceError` if not all of the prefix was cached."""

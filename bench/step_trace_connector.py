@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from interlace.bench.connector_option import take_option
-from interlace.bench.step_trace_tape import StepTape
+from interlace.bench.step_trace_tape import TAPE, StepTape
 from interlace.connectors.pipeline.layer_pipeline import LaneCopies, LayerPipeline
 from interlace.connectors.pipeline.records import HostRecords
 from interlace.connectors.pipeline.worker_feeder import Copies
@@ -25,9 +25,6 @@ if TYPE_CHECKING:
     import torch
 
     from interlace.layers.forward_context import ForwardContext
-
-TAPE = "tape"
-"""Key of the tape among the connector's options."""
 
 
 class TapedPipelineConnector(PipelineConnector):

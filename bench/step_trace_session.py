@@ -21,7 +21,7 @@ from interlace.bench.step_trace_setup import (
     make_recorder,
 )
 from interlace.bench.step_trace_tape import StepTape
-from interlace.bench.workload import Work, WorkSource
+from interlace.bench.workload import WorkSource
 from interlace.engine.errors import ConfigError, InterlaceError
 from interlace.engine.events import EventStream, RequestFinished, RequestScheduled, StepScheduled
 from interlace.engine.ports import Clock, Progress
@@ -128,8 +128,7 @@ class _Hits:
     async def _one(self) -> StepTrace:
         plan = self._plan
         self._arm.forget()
-        (first,), (suffix,) = self._prefix.prompts, self._source.make(1, plan.new_tokens, 1).prompts
-        work = Work(((*first, *suffix),), 1)
+        work = self._source.behind(self._prefix, plan.new_tokens)
         events = self._engine.events()
         try:
             sample, marks = await self._recorder.record(lambda: self._arm.run(work))

@@ -10,7 +10,7 @@ from interlace.bench.session import Prepared
 from interlace.bench.step_trace_build import StepMarks
 from interlace.bench.step_trace_device import LoadShape
 from interlace.bench.step_trace_profiler import ProfiledSteps
-from interlace.bench.step_trace_tape import StepTape, TapedSteps
+from interlace.bench.step_trace_tape import TAPE, StepTape, TapedSteps
 from interlace.engine.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -129,5 +129,5 @@ def _kv_transfer_config(
         kv_connector="TapedPipelineConnector",
         kv_connector_module_path="interlace.bench.step_trace_connector",
         kv_role="kv_both",
-        kv_connector_extra_config={**extra, "tape": tape},
+        kv_connector_extra_config={**extra, TAPE: tape},
     )

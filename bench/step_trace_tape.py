@@ -15,6 +15,9 @@ from interlace.engine.ports import Clock
 
 T = TypeVar("T")
 
+TAPE = "tape"
+"""Key of the tape among the options of `TapedPipelineConnector`."""
+
 
 class StepTape:
     """Notes of the first step that loads within itself since the last `clear`."""

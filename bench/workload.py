@@ -43,6 +43,12 @@ class WorkSource:
         prompts = tuple(self._prompt(prompt_tokens) for _ in range(batch_size))
         return Work(prompts, output_tokens)
 
+    def behind(self, prefix: Work, count: int) -> Work:
+        """The one prompt of `prefix` and `count` tokens that never followed it before; one token is
+        asked for."""
+        (first,), suffix = prefix.prompts, self._prompt(count)
+        return Work(((*first, *suffix),), 1)
+
     def _prompt(self, length: int) -> tuple[int, ...]:
         # The serial number in base `vocab_size`, least digit first: unique, not just unlikely.
         high, low = divmod(next(self._serial), self._vocab_size)

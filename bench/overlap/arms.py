@@ -7,7 +7,7 @@ from typing import NamedTuple, Protocol
 from interlace.bench.engine_arm import EngineArm
 from interlace.bench.overlap.meter import LoadTimes, Meter, Metered
 from interlace.bench.timeline import Sample
-from interlace.bench.workload import Work, WorkSource
+from interlace.bench.workload import Work
 from interlace.connectors.pipeline.options import LoadMode
 from interlace.engine.device_thread import DeviceThread, finish_despite_cancel
 from interlace.engine.errors import InterlaceError
@@ -71,12 +71,6 @@ class MeteredArm:
                 " not called as bench/overlap/connector.py expects."
             )
         return Hit(sample, metered.device_s, metered.loads)
-
-
-def behind(prefix: Work, source: WorkSource, count: int) -> Work:
-    """The prefix and `count` tokens never seen before; one token is asked for."""
-    (first,), (suffix,) = prefix.prompts, source.make(1, count, 1).prompts
-    return Work(((*first, *suffix),), 1)
 
 
 def require(found: int, whole: int, what: str) -> None:

@@ -15,7 +15,7 @@ import statistics
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from interlace.bench.overlap.arms import behind, require
+from interlace.bench.overlap.arms import require
 from interlace.bench.overlap.crowd import Answer, Crowd, crowd_of
 from interlace.bench.overlap.engines import Kind, OpenEngine
 from interlace.bench.overlap.mixed import decoders
@@ -58,7 +58,7 @@ class Cycle:
         """
         self._opened.meter.load_mode = "bulk"
         for prefix in self._prefixes:
-            await self._opened.arm.run(behind(prefix, self._setting.source, 1))
+            await self._opened.arm.run(self._setting.source.behind(prefix, 1))
         self._opened.arm.forget()
 
     def next(self) -> Work:
@@ -116,7 +116,7 @@ async def _hits(crowd: Crowd, setting: Setting, cycle: Cycle, pace_s: float) -> 
 
 
 async def _ask_behind(crowd: Crowd, setting: Setting, prefix: Work) -> Answer:
-    (prompt,) = behind(prefix, setting.source, 1).prompts
+    (prompt,) = setting.source.behind(prefix, 1).prompts
     return await crowd.ask(prompt)
 
 

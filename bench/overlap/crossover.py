@@ -7,7 +7,7 @@ from __future__ import annotations
 import statistics
 from typing import NamedTuple
 
-from interlace.bench.overlap.arms import HitArm, behind, require
+from interlace.bench.overlap.arms import HitArm, require
 from interlace.bench.overlap.first_token import hidden_check, only_load, row, run_rounds
 from interlace.bench.overlap.rig import Outcome, Rig, Setting
 from interlace.bench.workload import Work
@@ -74,7 +74,7 @@ async def _load_s(arm: HitArm, setting: Setting, prefix: Work) -> float:
     seconds = []
     for _ in range(ASKED + 1):
         arm.forget()
-        hit = await arm.run(behind(prefix, setting.source, 1), "layerwise")
+        hit = await arm.run(setting.source.behind(prefix, 1), "layerwise")
         require(hit.sample.loaded_tokens, prefix.prompt_tokens, "loaded")
         seconds.append(only_load(hit).seconds)
     return statistics.median(seconds[1:])
@@ -84,7 +84,7 @@ async def _compute_s(arm: HitArm, setting: Setting, prefix: Work, count: int) ->
     """Of so many tokens behind the prefix, which lies on the device."""
     seconds = []
     for _ in range(ASKED):
-        hit = await arm.run(behind(prefix, setting.source, count))
+        hit = await arm.run(setting.source.behind(prefix, count))
         require(hit.sample.cached_tokens, prefix.prompt_tokens, "cached on the device")
         seconds.append(hit.device_s)
     return statistics.median(seconds)

@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from interlace.bench.figures import Figures
-from interlace.bench.overlap.arms import Hit, HitArm, behind, require
+from interlace.bench.overlap.arms import Hit, HitArm, require
 from interlace.bench.overlap.meter import LoadTimes
 from interlace.bench.overlap.rig import Outcome, Rig, Setting, judged
 from interlace.bench.report import Check, Row
@@ -116,18 +116,18 @@ async def _round(
 ) -> Round:
     whole, source = prefix.prompt_tokens, setting.source
     arm.forget()
-    bulk = await arm.run(behind(prefix, source, count), "bulk")
+    bulk = await arm.run(source.behind(prefix, count), "bulk")
     arm.forget()
-    layerwise = await arm.run(behind(prefix, source, count), "layerwise")
+    layerwise = await arm.run(source.behind(prefix, count), "layerwise")
     for loaded in (bulk, layerwise):
         require(loaded.sample.loaded_tokens, whole, "loaded")
-    cached = await arm.run(behind(prefix, source, count))
+    cached = await arm.run(source.behind(prefix, count))
     require(cached.sample.cached_tokens, whole, "cached on the device")
     found = Round(cached, bulk, layerwise)
     if not is_whole:
         return found
     arm.forget()
-    auto = await arm.run(behind(prefix, source, count), "auto")
+    auto = await arm.run(source.behind(prefix, count), "auto")
     computed = await arm.run(setting.work(whole + count))
     return found._replace(auto=auto, computed=computed)
 

@@ -8,7 +8,6 @@ import asyncio
 import statistics
 from typing import NamedTuple
 
-from interlace.bench.overlap.arms import behind
 from interlace.bench.overlap.beside import P99, Cycle
 from interlace.bench.overlap.crowd import Answer, Crowd, crowd_of
 from interlace.bench.overlap.engines import Kind
@@ -63,7 +62,7 @@ async def _window(crowd: Crowd, setting: Setting, cycle: Cycle) -> _Window:
     step_s = statistics.median(crowd.gaps(begin, first))
     sizes = setting.sizes
     new = min(sizes.short_new, max(sizes.new))
-    prompts = [behind(cycle.next(), setting.source, new).prompts[0] for _ in range(sizes.arrivals)]
+    prompts = [setting.source.behind(cycle.next(), new).prompts[0] for _ in range(sizes.arrivals)]
     async with asyncio.TaskGroup() as group:
         asked = []
         for number, prompt in enumerate(prompts):

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from interlace.bench.overlap.arms import behind, require
+from interlace.bench.overlap.arms import require
 from interlace.bench.overlap.crowd import Crowd, StepGaps, crowd_of
 from interlace.bench.overlap.engines import Kind
 from interlace.bench.overlap.meter import Meter, Metered
@@ -79,7 +79,7 @@ async def _pair(
     seen = []
     for is_stored in (True, False):
         await crowd.steps(STEPS_BETWEEN)
-        (prompt,) = behind(prefix, setting.source, count).prompts
+        (prompt,) = setting.source.behind(prefix, count).prompts
         await finish_despite_cancel(device.submit(meter.begin))
         metered = Metered(None, ())
         try:

@@ -8,7 +8,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, get_args
 
-from interlace.bench.overlap.arms import HitArm, behind, require
+from interlace.bench.overlap.arms import HitArm, require
 from interlace.bench.overlap.rig import Outcome, Rig, Setting, judged
 from interlace.bench.overlap.sizes import BLOCK_SIZE
 from interlace.bench.report import Check, Row
@@ -86,7 +86,7 @@ async def _run(arm: HitArm, setting: Setting, prefixes: Sequence[Work]) -> Taken
 
 async def _one(arm: HitArm, setting: Setting, prefix: Work, new: int, mode: LoadMode) -> float:
     arm.forget()
-    hit = await arm.run(behind(prefix, setting.source, new), mode)
+    hit = await arm.run(setting.source.behind(prefix, new), mode)
     if mode in ("bulk", "layerwise"):
         require(hit.sample.loaded_tokens, prefix.prompt_tokens, "loaded")
     return hit.sample.first_token_s
