@@ -36,6 +36,7 @@ from interlace.cli.bench_options import (
 from interlace.cli.bench_output import StillProgress, check_json_target, show
 from interlace.cli.bench_overlap import overlap
 from interlace.cli.kv_options import KVConfig, KVConnector, KVDir, kv_transfer_config
+from interlace.cli.own_process import frozen_heap
 from interlace.cli.progress import progress_for
 from interlace.cli.running import run
 
@@ -276,6 +277,7 @@ def kv(
     with (
         scratch_folder(kv_dir) as folder,
         contextlib.closing(prepare(Settings(model), progress_for())) as prepared,
+        frozen_heap(),
     ):
         shape = (prompt_tokens, repeats)
         report = run(
@@ -307,7 +309,7 @@ def _measure(
 
     check_json_target(json)
     progress = StillProgress(sys.stderr)
-    with contextlib.closing(prepare(settings, progress_for())) as prepared:
+    with contextlib.closing(prepare(settings, progress_for())) as prepared, frozen_heap():
         report = run(
             lambda: run_benchmark(name, prepared, experiment, MonotonicClock(), progress, shape)
         )

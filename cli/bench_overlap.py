@@ -29,6 +29,7 @@ from interlace.cli.bench_options import (
     parse_counts,
 )
 from interlace.cli.bench_output import StillProgress, check_json_target, print_table, write_json
+from interlace.cli.own_process import frozen_heap
 from interlace.cli.progress import progress_for
 from interlace.cli.running import run
 
@@ -128,7 +129,7 @@ def _run(settings: Settings, parts: tuple[Part, ...], sizes: Sizes, json: str | 
         print_table(report, json)
 
     try:
-        with contextlib.closing(prepare(settings, progress_for())) as prepared:
+        with contextlib.closing(prepare(settings, progress_for())) as prepared, frozen_heap():
             run(lambda: run_overlap(prepared, parts, sizes, MonotonicClock(), progress, seen))
     finally:
         if done:

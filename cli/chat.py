@@ -22,6 +22,7 @@ from interlace.cli.chat_modes import converse, one_shot
 from interlace.cli.chat_session import ChatSession
 from interlace.cli.kv_options import KVConfig, KVConnector, KVDir, kv_transfer_config
 from interlace.cli.lines import LineReader, LineSource, TypedLines, terminal_restored
+from interlace.cli.own_process import frozen_heap
 from interlace.cli.progress import progress_for
 from interlace.cli.running import run
 from interlace.cli.screen import PROMPT, Screen, is_terminal
@@ -276,7 +277,8 @@ async def start_engine(config: EngineConfig, progress: Progress) -> AsyncIterato
 
     engine_class = await asyncio.to_thread(front_door)
     async with engine_class.from_config(config, progress=progress) as engine:
-        yield engine
+        with frozen_heap():
+            yield engine
 
 
 def _narrows_the_draw(params: SamplingParams) -> bool:

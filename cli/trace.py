@@ -27,6 +27,7 @@ from interlace.cli.bench_options import (
     engine_settings,
 )
 from interlace.cli.bench_output import StillProgress, check_json_target, show
+from interlace.cli.own_process import frozen_heap
 from interlace.cli.progress import progress_for
 from interlace.cli.running import run
 from interlace.cli.screen import harmless
@@ -107,7 +108,7 @@ def timeline(
     )
     settings = dataclasses.replace(settings, measure_limits=False)
     progress = StillProgress(sys.stderr)
-    with contextlib.closing(prepare(settings, progress_for())) as prepared:
+    with contextlib.closing(prepare(settings, progress_for())) as prepared, frozen_heap():
         found = run(lambda: record_timeline(prepared, plan, MonotonicClock(), progress))
     _write("--trace", trace, to_json(found.trace).encode())
     show(found.report, json)
