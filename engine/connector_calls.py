@@ -11,7 +11,7 @@ import logging
 from typing import Any, NamedTuple
 
 from interlace.engine.block_pool import BlockPool
-from interlace.engine.connector_errors import blaming
+from interlace.engine.connector_errors import blaming, call_hook
 from interlace.engine.errors import ConnectorError
 from interlace.engine.kv_connector import (
     KVCacheBlocks,
@@ -50,12 +50,7 @@ class ConnectorCalls:
     def _call(self, hook: str, *args: object) -> Any:
         """Call a hook, and see how long it takes. Raises: `ConnectorError`."""
         began_s = self._clock.monotonic()
-        try:
-            answer = getattr(self._connector, hook)(*args)
-        except (Exception, SystemExit):
-            # Not around the call: entering it takes longer than most hooks do.
-            with blaming(self._connector, hook):
-                raise
+        answer = call_hook(self._connector, hook, *args)
         took_s = self._clock.monotonic() - began_s
         if took_s > SLOW_HOOK_S:
             self._warn_of(hook, took_s)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 from interlace.engine.errors import ConfigError, ConnectorError
 
@@ -23,3 +24,16 @@ def blaming(owner: object, hook: str) -> Iterator[None]:
     except (Exception, SystemExit) as error:
         name = (owner if isinstance(owner, type) else type(owner)).__name__
         raise ConnectorError(f"{name}.{hook} raised {type(error).__name__}: {error}") from error
+
+
+def call_hook(connector: object, hook: str, *args: object) -> Any:
+    """Call a hook by its name, since a decorated method may be called something else.
+
+    Raises: as `blaming`, which is not entered before something was raised: that takes longer than
+    most hooks do.
+    """
+    try:
+        return getattr(connector, hook)(*args)
+    except (Exception, SystemExit):
+        with blaming(connector, hook):
+            raise

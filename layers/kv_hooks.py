@@ -14,13 +14,14 @@ thread. Knows no connector by name.
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Set
 from typing import Any, NamedTuple, Self
 
 import torch
 
-from interlace.engine.connector_errors import blaming
+from interlace.engine.connector_errors import call_hook
 from interlace.engine.errors import ConnectorError, InterlaceError
 from interlace.engine.kv_connector import (
     KVConnectorHandshakeMetadata,
@@ -75,6 +76,7 @@ class KVHooks:
         Raises: `ConnectorError`.
         """
         self._connector = connector
+        self._call: Callable[..., Any] = functools.partial(call_hook, connector)
         self._layers = {name: _layer(name, pages) for name, pages in layers.items()}
         self._context = ForwardContext(self._layers, None)  # of the step
         self._failed_blocks: frozenset[int] = frozenset()
@@ -91,15 +93,6 @@ class KVHooks:
         tensor = pages.cross_layers_tensor
         cross_layers = None if tensor is None else (tensor, pages.attention_backend)
         return cls(connector, pages.by_name(), cross_layers)
-
-    def _call(self, hook: str, *args: object) -> Any:
-        """By name: a decorated method may be called something else. Raises: `ConnectorError`."""
-        try:
-            return getattr(self._connector, hook)(*args)
-        except (Exception, SystemExit):
-            # Not around the call: entering it takes longer than most hooks do.
-            with blaming(self._connector, hook):
-                raise
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         """What the scheduler side is to know of this worker. Raises: `ConnectorError`."""

@@ -18,6 +18,11 @@ class Lazily(Generic[T]):
         self._made: list[T] = []
         self._error: BaseException | None = None
 
+    @property
+    def is_made(self) -> bool:
+        """Whether somebody asked, and it did not fail."""
+        return bool(self._made)
+
     def __call__(self) -> T:
         """The value. Raises: what making it raised."""
         if self._make is not None:

@@ -28,7 +28,7 @@ from interlace.layers.gpu.inputs import BatchItem, InputBuffer, StepInputs, Step
 from interlace.layers.gpu.long_chunks import LongChunks
 from interlace.layers.gpu.room import StepRoom
 from interlace.layers.gpu.sampling import NoTokens, PendingTokens, WantedToken
-from interlace.layers.gpu.steps import Once, Step, metadata
+from interlace.layers.gpu.steps import Step, metadata
 from interlace.layers.gpu.tables import BlockTables
 from interlace.layers.graph_mode import GraphMode
 from interlace.layers.hidden_states import StateRoom
@@ -81,7 +81,9 @@ class GpuRunner:
             max_seq_len=decoder.max_model_len,
             gates=self._gates,
         )
-        self._pending: deque[Once] = deque()  # launched, and maybe not waited for
+        self._pending: deque[Lazily[ModelRunnerOutput]] = (
+            deque()
+        )  # launched, and maybe not waited for
 
     def get_handshake_metadata(self) -> dict[int, KVConnectorHandshakeMetadata]:
         """See `StepRunner`."""
@@ -155,7 +157,7 @@ class GpuRunner:
     @torch.inference_mode()
     def launch(self, scheduler_output: SchedulerOutput) -> PendingStep:
         """See `StepRunner`."""
-        while self._pending and self._pending[0].is_done:
+        while self._pending and self._pending[0].is_made:
             self._pending.popleft()
         workers = self._workers
         workers.handle_preemptions(scheduler_output)
@@ -167,7 +169,7 @@ class GpuRunner:
             output = workers.with_reports(ModelRunnerOutput(), reports)
             return lambda: output
         workers.copy_blocks(scheduler_output.block_copies)
-        result = Once(self._sample(*self._compute(scheduler_output)))
+        result = Lazily(self._sample(*self._compute(scheduler_output)))
         # Behind the sampled tokens' way to the host, which must not queue behind what is saved.
         workers.post_forward()
         self._pending.append(result)

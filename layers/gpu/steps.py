@@ -1,11 +1,10 @@
-"""One step on its way through the runner: what was prepared of it, and what comes of it."""
+"""One step on its way through the runner: what was prepared of it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from interlace.engine.outputs import ModelRunnerOutput
 from interlace.layers.attention import SequenceChunk
 from interlace.layers.forward_context import TritonAttentionMetadata
 from interlace.layers.gpu.forward import Bounds
@@ -43,23 +42,3 @@ def metadata(
         block_table=tables.tables[:, :columns].index_select(0, inputs.rows[:num_requests]),
         slot_mapping=inputs.slots[:num_tokens],
     )
-
-
-class Once:
-    """A result that is waited for when somebody asks first, and kept."""
-
-    def __init__(self, wait: Callable[[], ModelRunnerOutput]) -> None:
-        """`wait` is called once, or never."""
-        self._wait = wait
-        self._output: ModelRunnerOutput | None = None
-
-    def __call__(self) -> ModelRunnerOutput:
-        """The result. Raises: what waiting raises."""
-        if self._output is None:
-            self._output = self._wait()
-        return self._output
-
-    @property
-    def is_done(self) -> bool:
-        """Whether it was waited for."""
-        return self._output is not None

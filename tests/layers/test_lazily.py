@@ -16,7 +16,9 @@ def test_it_is_made_once_when_somebody_asks() -> None:
 
     value = Lazily(make)
     assert made == []
+    assert not value.is_made
     assert [value(), value()] == [1, 1]
+    assert value.is_made
 
 
 def test_what_failed_once_has_failed() -> None:
@@ -31,3 +33,4 @@ def test_what_failed_once_has_failed() -> None:
         with pytest.raises(OSError, match="no"):
             value()
     assert made == ["tried"]
+    assert not value.is_made
