@@ -207,10 +207,9 @@ class PageCopies:
     def _copy_layers_by_kernel(
         self, layers: range, runs: Runs, *, to_pages: bool
     ) -> Iterator[Copied]:
-        assert self._gather is not None, "this way is not chosen without it"
-        if runs.pairs is None:
-            runs.pairs = self._gather.pairs(runs.runs)
-        self._gather.copy_layers(layers, runs.pairs, loads=to_pages)
+        if runs.runs:
+            gather, pairs = self._prepared(runs)
+            gather.copy_layers(layers, pairs, loads=to_pages)
         yield Copied(runs.way, 1, len(layers) * runs.num_blocks * self._page_bytes)
 
     def _copy(self, layer: int, runs: Runs, *, to_pages: bool) -> Copied:
@@ -237,15 +236,20 @@ class PageCopies:
                 kept[:] = page
 
     def _copy_by_kernel(self, layer: int, runs: Runs, *, to_pages: bool) -> None:
-        assert self._gather is not None, "this way is not chosen without it"
         if not runs.runs:
             return
+        gather, pairs = self._prepared(runs)
+        if to_pages:
+            gather.load(layer, pairs)
+        else:
+            gather.save(layer, pairs)
+
+    def _prepared(self, runs: Runs) -> tuple[PageGather, Pairs]:
+        """The kernel, and the pairs of the runs, whose upload is queued by the first copy."""
+        assert self._gather is not None, "this way is not chosen without it"
         if runs.pairs is None:
             runs.pairs = self._gather.pairs(runs.runs)
-        if to_pages:
-            self._gather.load(layer, runs.pairs)
-        else:
-            self._gather.save(layer, runs.pairs)
+        return self._gather, runs.pairs
 
     def _copy_strided(self, layer: int, runs: Sequence[Run], *, to_pages: bool) -> None:
         memcpy, width = self._memcpy, self._page_bytes
