@@ -13,6 +13,7 @@ from typing import Any, Literal
 import pytest
 import torch
 from engine_kit import until
+from hooked_copies import HookedCopies
 from tiny_model import VOCAB_SIZE
 
 from interlace import AsyncEngine, EngineConfig, KVTransferConfig, SamplingParams
@@ -26,7 +27,7 @@ from interlace.engine.outputs import Completion
 from interlace.engine.ports import Lanes
 from interlace.layers.checkpoint import LoadedModel
 from interlace.layers.lanes import ThreadLanes
-from interlace.layers.page_copies import Copied, PageCopies, Runs
+from interlace.layers.page_copies import Runs
 
 PATIENCE_S = 20.0
 BLOCK_SIZE = 4
@@ -75,6 +76,10 @@ class Rig:
         assert self.pipeline is not None, "no engine is open"
         return self.pipeline
 
+    def before_on(self, lane: str) -> Callable[[int, Runs], None]:
+        """What is called before each copy on that lane: `before`, whatever it is by then."""
+        return lambda layer, runs: self.before(lane, layer, runs)
+
     def is_of(self, request_id: str, runs: Runs) -> bool:
         """Whether a copy loads something for this request."""
         records = {record + i for record, _, count in runs.runs for i in range(count)}
@@ -87,25 +92,6 @@ class Rig:
             connector._worker_side = RiggedWorker(connector.options, self)
 
         monkeypatch.setattr(PipelineConnector, "_make_worker_side", make)
-
-
-class RiggedCopies(PageCopies):
-    """Of one lane."""
-
-    def __init__(
-        self, records: torch.Tensor, layers: Sequence[torch.Tensor], rig: Rig, lane: str
-    ) -> None:
-        super().__init__(records, layers)
-        self._rig = rig
-        self._lane = lane
-
-    def load(self, layer: int, runs: Runs) -> Copied:
-        self._rig.before(self._lane, layer, runs)
-        return super().load(layer, runs)
-
-    def save(self, layer: int, runs: Runs) -> Copied:
-        self._rig.before(self._lane, layer, runs)
-        return super().save(layer, runs)
 
 
 class RiggedWorker(PipelineWorker):
@@ -125,7 +111,8 @@ class RiggedWorker(PipelineWorker):
             self._options.host_bytes, (len(self._pages), page_bytes), first.device
         )
         copies = (
-            RiggedCopies(records.tensor, self._pages, rig, lane) for lane in LaneCopies._fields
+            HookedCopies(records.tensor, self._pages, rig.before_on(lane))
+            for lane in LaneCopies._fields
         )
         pipeline = rig.pipeline = LayerPipeline(
             rig.lanes,

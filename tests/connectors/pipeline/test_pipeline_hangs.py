@@ -14,6 +14,7 @@ import pytest
 import torch
 from deep_model import deep_model
 from engine_kit import until
+from hooked_copies import HookedCopies
 from pipeline_kit import (
     LOADING,
     PATIENCE_S,
@@ -36,7 +37,7 @@ from interlace.engine.errors import ConnectorError, EngineDeadError
 from interlace.engine.outputs import Completion
 from interlace.engine.ports import Lane
 from interlace.layers.lanes import ThreadLanes
-from interlace.layers.page_copies import Copied, PageCopies, Run, Runs
+from interlace.layers.page_copies import PageCopies, Run, Runs
 from interlace.layers.virtual_lanes import VirtualLanes
 
 MODEL = deep_model()
@@ -147,23 +148,19 @@ async def test_a_copy_within_a_step_that_never_returns_ends_the_engine(
         hold.let_go.set()
 
 
-class Slow(PageCopies):
+class Slow(HookedCopies):
     """Four layers, whose first copy is held up."""
 
     def __init__(self, hold: Hold) -> None:
         self.pages = [torch.zeros(4, 2, 2) for _ in range(4)]
-        super().__init__(torch.ones(3, 4, 16, dtype=torch.uint8), self.pages)
+        records = torch.ones(3, 4, 16, dtype=torch.uint8)
+        super().__init__(records, self.pages, self._begin)
         self.begun: list[int] = []
         self._hold = hold
 
-    def load(self, layer: int, runs: Runs) -> Copied:
+    def _begin(self, layer: int, runs: Runs) -> None:
         self.begun.append(layer)
         self._hold.wait()
-        return super().load(layer, runs)
-
-    def save(self, layer: int, runs: Runs) -> Copied:
-        self._hold.wait()
-        return super().save(layer, runs)
 
 
 def test_giving_up_waits_for_the_copy_under_way_and_begins_no_other(hold: Hold) -> None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import pytest
 import torch
+from hooked_copies import HookedCopies
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 from interlace.connectors.pipeline.layer_pipeline import LaneCopies, LayerPipeline, PipelinedLoad
 from interlace.connectors.pipeline.worker_feeder import FedTransfer
@@ -17,27 +17,11 @@ from interlace.connectors.pipeline.worker_times import ClockStopwatch
 from interlace.engine.errors import ConfigError, ConnectorError, LaneClosedError
 from interlace.engine.ports import Lane, Lanes
 from interlace.layers.lanes import ThreadLanes
-from interlace.layers.page_copies import Copied, PageCopies, Run, Runs
+from interlace.layers.page_copies import Run, Runs
 from interlace.layers.virtual_lanes import VirtualLanes
 
 PATIENCE_S = 20.0
 NUM_RECORDS, NUM_BLOCKS, NUM_LAYERS, PAGE_BYTES = 24, 32, 5, 32
-
-
-class Copies(PageCopies):
-    """Copies that call `before` first, which may raise or wait."""
-
-    def __init__(self, records: Tensor, layers: Sequence[Tensor]) -> None:
-        super().__init__(records, layers)
-        self.before: Callable[[int, Runs], None] = lambda layer, runs: None
-
-    def load(self, layer: int, runs: Runs) -> Copied:
-        self.before(layer, runs)
-        return super().load(layer, runs)
-
-    def save(self, layer: int, runs: Runs) -> Copied:
-        self.before(layer, runs)
-        return super().save(layer, runs)
 
 
 class Kit:
@@ -60,7 +44,7 @@ class Kit:
             ).view(NUM_BLOCKS, 2, 2, 2, 4)
             for _ in range(NUM_LAYERS)
         ]
-        self.copies = Copies(self.records, self.layers)
+        self.copies = HookedCopies(self.records, self.layers)
         self.pipeline = LayerPipeline(
             lanes,
             LaneCopies(self.copies, self.copies, self.copies),
