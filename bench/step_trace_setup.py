@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
+from interlace.bench.kv_blocks import BLOCK_SIZE, blocks_for, page_shape, token_bytes
 from interlace.bench.session import Prepared
 from interlace.bench.step_trace_build import StepMarks
 from interlace.bench.step_trace_device import LoadShape
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-BLOCK_SIZE = 16
 RECORDS_FACTOR = 4
 """Host memory, in prompts: what is computed behind the prefix must not push it out."""
 POOL_FACTOR = 4
@@ -71,19 +71,13 @@ def make_recorder(prepared: Prepared, plan: TimelinePlan, tape: StepTape | None)
     """For the engine of `engine_config`: by its tape, or, without one, by profiling the GPU."""
     if tape is not None:
         return TapedSteps(tape)
-    layer_token_bytes = _layer_token_bytes(prepared)
+    block = page_shape(prepared.loaded)
     shape = LoadShape(
-        num_layers=prepared.loaded.architecture.num_layers,
-        page_bytes=BLOCK_SIZE * layer_token_bytes,
-        layer_bytes=plan.prefix_tokens * layer_token_bytes,
+        num_layers=block.num_layers,
+        page_bytes=block.page_bytes,
+        layer_bytes=blocks_for(plan.prefix_tokens) * block.page_bytes,
     )
     return ProfiledSteps(prepared.device, shape)
-
-
-def _layer_token_bytes(prepared: Prepared) -> int:
-    """KV of one token in one layer."""
-    a = prepared.loaded.architecture
-    return 2 * a.num_kv_heads * a.head_dim * prepared.loaded.decoder.dtype.itemsize
 
 
 def engine_config(prepared: Prepared, plan: TimelinePlan, tape: StepTape | None) -> EngineConfig:
@@ -104,7 +98,7 @@ def engine_config(prepared: Prepared, plan: TimelinePlan, tape: StepTape | None)
         max_num_batched_tokens=settings.max_num_batched_tokens,
         cudagraph_mode=settings.cudagraph_mode,
         block_size=BLOCK_SIZE,
-        num_gpu_blocks_override=1 + POOL_FACTOR * -(-longest // BLOCK_SIZE),
+        num_gpu_blocks_override=1 + POOL_FACTOR * blocks_for(longest),
         kv_transfer_config=_kv_transfer_config(prepared, plan, longest, tape),
     )
 
@@ -114,11 +108,9 @@ def _kv_transfer_config(
 ) -> KVTransferConfig:
     from interlace import KVTransferConfig
 
-    layers = prepared.loaded.architecture.num_layers
-    token_bytes = layers * _layer_token_bytes(prepared)
     extra: dict[str, Any] = {
         "load_mode": "layerwise",
-        "host_bytes": RECORDS_FACTOR * longest * token_bytes,
+        "host_bytes": RECORDS_FACTOR * longest * token_bytes(prepared.loaded),
         "group_size": plan.group_size,
     }
     if tape is None:

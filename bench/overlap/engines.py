@@ -10,9 +10,10 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontext
 from typing import TYPE_CHECKING
 
 from interlace.bench.engine_arm import EngineArm, TokenEngine
+from interlace.bench.kv_blocks import BLOCK_SIZE, blocks_for, token_bytes
 from interlace.bench.overlap.connector import METER, MeteredPipelineConnector
 from interlace.bench.overlap.meter import Meter
-from interlace.bench.overlap.sizes import BLOCK_SIZE, Sizes, blocks_for
+from interlace.bench.overlap.sizes import Sizes
 from interlace.bench.session import Prepared
 from interlace.engine.ports import Clock, Progress
 
@@ -104,12 +105,12 @@ def engine_config(
         cudagraph_mode=graph_mode,
         block_size=BLOCK_SIZE,
         num_gpu_blocks_override=1 + blocks_for(room.pool_tokens),
-        kv_transfer_config=_connector(kind, sizes, room, token_bytes(prepared), meter),
+        kv_transfer_config=_connector(kind, sizes, room, token_bytes(prepared.loaded), meter),
     )
 
 
 def _connector(
-    kind: Kind, sizes: Sizes, room: Room, token_bytes: int, meter: Meter
+    kind: Kind, sizes: Sizes, room: Room, bytes_of_token: int, meter: Meter
 ) -> KVTransferConfig | None:
     from interlace import KVTransferConfig
 
@@ -120,12 +121,12 @@ def _connector(
                 kv_connector_module_path=MeteredPipelineConnector.__module__,
                 kv_role="kv_both",
                 kv_connector_extra_config={
-                    "host_bytes": room.record_tokens * token_bytes,
+                    "host_bytes": room.record_tokens * bytes_of_token,
                     METER: meter,
                 },
             )
         case Kind.CONSUMER:
-            return consumer_config(sizes.longest * token_bytes)
+            return consumer_config(sizes.longest * bytes_of_token)
         case Kind.NONE:
             return None
 
@@ -139,13 +140,6 @@ def consumer_config(host_bytes: int) -> KVTransferConfig:
         kv_role="kv_consumer",
         kv_connector_extra_config={"host_bytes": host_bytes},
     )
-
-
-def token_bytes(prepared: Prepared) -> int:
-    """KV of one token."""
-    a = prepared.loaded.architecture
-    itemsize = prepared.loaded.decoder.dtype.itemsize
-    return 2 * a.num_layers * a.num_kv_heads * a.head_dim * itemsize
 
 
 def opener(

@@ -10,8 +10,9 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
+from interlace.bench.kv_blocks import BLOCK_SIZE, blocks_for, page_shape
 from interlace.bench.overlap.engines import consumer_config
-from interlace.bench.overlap.sizes import BLOCK_SIZE, Sizes, blocks_for
+from interlace.bench.overlap.sizes import Sizes
 from interlace.connectors.factory import KVConnectorFactory
 from interlace.engine.config import EngineConfig, ModelConfig
 from interlace.engine.events import EventBus
@@ -122,12 +123,10 @@ def measure_host_cost(loaded: LoadedModel, sizes: Sizes, clock: Clock) -> HostTi
 
 def _make(loaded: LoadedModel, sizes: Sizes, clock: Clock, *, has_connector: bool) -> _Rig:
     """With the prompts of a crowd computed, as it were. Raises: `ConfigError`."""
-    from interlace.layers.kv_memory import PageShape
     from interlace.layers.kv_pages import KVPages
     from interlace.layers.workers import Workers
 
-    a = loaded.architecture
-    shape = PageShape(a.num_layers, BLOCK_SIZE, a.num_kv_heads, a.head_dim, loaded.decoder.dtype)
+    shape = page_shape(loaded)
     config = _config(loaded, sizes, HOST_RECORDS * shape.block_bytes)
     cache = shape.describe(config.cache_config.num_gpu_blocks)
     factory, with_roles = KVConnectorFactory(), list(KVConnectorRole) if has_connector else []

@@ -11,10 +11,11 @@ from functools import partial
 from typing import NamedTuple, TypeVar
 
 from interlace.bench.figures import Figures
+from interlace.bench.kv_blocks import page_shape
 from interlace.bench.overlap.link_rig import LinkRig, Loaded
 from interlace.bench.overlap.lives import PoolLives
 from interlace.bench.overlap.rig import Outcome, Rig, Setting, judged
-from interlace.bench.overlap.sizes import BLOCK_SIZE, Sizes
+from interlace.bench.overlap.sizes import Sizes
 from interlace.bench.report import Check, Row
 from interlace.bench.session import SEED
 from interlace.bench.spread import Spread
@@ -48,11 +49,8 @@ async def link(rig: Rig) -> Outcome:
     Raises: `ConfigError` or `InterlaceError` if there is no memory for it. Cancelling stops after
     the copy in progress, and gives the memory back.
     """
-    from interlace.layers.kv_memory import PageShape
-
     loaded, sizes = rig.prepared.loaded, rig.setting.sizes
-    a = loaded.architecture
-    shape = PageShape(a.num_layers, BLOCK_SIZE, a.num_kv_heads, a.head_dim, loaded.decoder.dtype)
+    shape = page_shape(loaded)
     num_blocks = POOL_FACTOR * sizes.prompt_blocks
     with rig.setting.progress.task("prefixes that come and go", None):
         loads = await asyncio.to_thread(_loads, sizes, num_blocks)
@@ -67,7 +65,7 @@ async def link(rig: Rig) -> Outcome:
     finally:  # cancelled or not, it may have been made
         for copies in made:
             await _on(device, copies.close)
-    return _outcome(rig.setting, rounds, a.num_layers)
+    return _outcome(rig.setting, rounds, shape.num_layers)
 
 
 def _loads(sizes: Sizes, num_blocks: int) -> list[list[Sequence[Run]]]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import random
 
-from interlace.bench.overlap.sizes import BLOCK_SIZE
+from interlace.bench.kv_blocks import BLOCK_SIZE
 from interlace.connectors.pipeline.host_index import HostIndex
 from interlace.connectors.pipeline.messages import RecordRun
 from interlace.connectors.pipeline.planner import SavePlanner, Tracked

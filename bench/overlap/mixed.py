@@ -11,12 +11,12 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from interlace.bench.kv_blocks import BLOCK_SIZE
 from interlace.bench.overlap.arms import require
 from interlace.bench.overlap.crowd import Crowd, StepGaps, crowd_of
 from interlace.bench.overlap.engines import Kind
 from interlace.bench.overlap.meter import Meter, Metered
 from interlace.bench.overlap.rig import Outcome, Rig, Setting, judged
-from interlace.bench.overlap.sizes import BLOCK_SIZE
 from interlace.bench.report import Row
 from interlace.bench.spread import Spread
 from interlace.bench.workload import Work

@@ -8,9 +8,9 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, get_args
 
+from interlace.bench.kv_blocks import BLOCK_SIZE
 from interlace.bench.overlap.arms import HitArm, require
 from interlace.bench.overlap.rig import Outcome, Rig, Setting, judged
-from interlace.bench.overlap.sizes import BLOCK_SIZE
 from interlace.bench.report import Check, Row
 from interlace.bench.spread import Spread, percentile
 from interlace.bench.workload import Work

@@ -7,11 +7,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, contextmanager
 
 from interlace.bench.bars import bars_for
-from interlace.bench.overlap.engines import Engines, Room, opener, token_bytes
+from interlace.bench.kv_blocks import BLOCK_SIZE, token_bytes
+from interlace.bench.overlap.engines import Engines, Room, opener
 from interlace.bench.overlap.names import CROWDED, Part
 from interlace.bench.overlap.parts import PARTS
 from interlace.bench.overlap.rig import Rig, Setting
-from interlace.bench.overlap.sizes import BLOCK_SIZE, Sizes
+from interlace.bench.overlap.sizes import Sizes
 from interlace.bench.report import Report
 from interlace.bench.session import SEED, Prepared
 from interlace.bench.workload import WorkSource
@@ -47,7 +48,7 @@ async def run_overlap(
         progress,
         sizes,
         bars.overlapping(sizes.prompt_tokens, sizes.num_decoders),
-        token_bytes(prepared),
+        token_bytes(prepared.loaded),
     )
     async with AsyncExitStack() as stack:
         engines = Engines(stack, opener(prepared, sizes, room, clock, progress))

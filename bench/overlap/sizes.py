@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Final
 
-BLOCK_SIZE: Final = 16
+from interlace.bench.kv_blocks import BLOCK_SIZE
+
 ROOM_FACTOR: Final = 4
 """The pool, and host memory, of one request at a time, in the longest prompt: what was computed in
 between must not push the prefix out, and blocks of ended requests are runs of neighbours again."""
@@ -93,8 +94,3 @@ class Sizes:
             "repeats": self.repeats,
             "decoders": self.num_decoders,
         }
-
-
-def blocks_for(num_tokens: int) -> int:
-    """Blocks that hold so many tokens."""
-    return -(-num_tokens // BLOCK_SIZE)
