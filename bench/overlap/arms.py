@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from collections.abc import Awaitable, Callable
+from typing import NamedTuple, Protocol, TypeVar
 
 from interlace.bench.engine_arm import EngineArm
 from interlace.bench.overlap.meter import LoadTimes, Meter, Metered
@@ -11,6 +12,8 @@ from interlace.bench.workload import Work
 from interlace.connectors.pipeline.options import LoadMode
 from interlace.engine.device_thread import DeviceThread, finish_despite_cancel
 from interlace.engine.errors import InterlaceError
+
+T = TypeVar("T")
 
 
 class Hit(NamedTuple):
@@ -59,18 +62,28 @@ class MeteredArm:
     async def run(self, work: Work, mode: LoadMode = "auto") -> Hit:
         """See `HitArm`. Raises: what the engine raises. Cancelling closes the stream."""
         self._meter.load_mode = mode
-        await finish_despite_cancel(self._device.submit(self._meter.begin))
-        metered = Metered(None, ())
-        try:
-            sample = await self._arm.run(work)
-        finally:
-            metered = await finish_despite_cancel(self._device.submit(self._meter.take))
+        sample, metered = await noted(self._meter, self._device, lambda: self._arm.run(work))
         if metered.device_s is None:
             raise InterlaceError(
                 "the connector did not tell how long the device took for a request: its hooks are"
                 " not called as bench/overlap/connector.py expects."
             )
         return Hit(sample, metered.device_s, metered.loads)
+
+
+async def noted(
+    meter: Meter, device: DeviceThread, run: Callable[[], Awaitable[T]]
+) -> tuple[T, Metered]:
+    """Await `run()`; beside its outcome, what the meter noted meanwhile.
+
+    Raises: what `run` raises. Cancelling cancels `run`, and returns when the meter is off.
+    """
+    await finish_despite_cancel(device.submit(meter.begin))
+    try:
+        outcome = await run()
+    finally:
+        metered = await finish_despite_cancel(device.submit(meter.take))
+    return outcome, metered
 
 
 def require(found: int, whole: int, what: str) -> None:

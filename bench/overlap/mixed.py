@@ -9,18 +9,20 @@ way, so the host's part of it shows.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple
 
 from interlace.bench.kv_blocks import BLOCK_SIZE
-from interlace.bench.overlap.arms import require
-from interlace.bench.overlap.crowd import Crowd, StepGaps, crowd_of
+from interlace.bench.overlap.arms import noted, require
+from interlace.bench.overlap.crowd import Answer, Crowd, StepGaps, crowd_of
 from interlace.bench.overlap.engines import Kind
 from interlace.bench.overlap.meter import Meter, Metered
 from interlace.bench.overlap.rig import Outcome, Rig, Setting, judged
 from interlace.bench.report import Row
 from interlace.bench.spread import Spread
 from interlace.bench.workload import Work
-from interlace.engine.device_thread import DeviceThread, finish_despite_cancel
+from interlace.engine.device_thread import DeviceThread
 from interlace.engine.errors import InterlaceError
 
 STEPS_BETWEEN = 3
@@ -80,19 +82,20 @@ async def _pair(
     for is_stored in (True, False):
         await crowd.steps(STEPS_BETWEEN)
         (prompt,) = setting.source.behind(prefix, count).prompts
-        await finish_despite_cancel(device.submit(meter.begin))
-        metered = Metered(None, ())
-        try:
-            answer = await crowd.ask(prompt)
-            await crowd.steps(STEPS_BETWEEN)
-        finally:
-            metered = await finish_despite_cancel(device.submit(meter.take))
+        answer, metered = await noted(meter, device, partial(_ask, crowd, prompt))
         if is_stored:
             require(answer.loaded_tokens, hit_tokens, "loaded")
         else:
             require(answer.cached_tokens, hit_tokens, "cached on the device")
         seen.append(_Seen(_first_step(metered, count), crowd.gaps_at(answer.arrived_s)))
     return _Pair(*seen)
+
+
+async def _ask(crowd: Crowd, prompt: Sequence[int]) -> Answer:
+    """Its answer, when steps have followed it."""
+    answer = await crowd.ask(prompt)
+    await crowd.steps(STEPS_BETWEEN)
+    return answer
 
 
 def _first_step(metered: Metered, num_new: int) -> float:
