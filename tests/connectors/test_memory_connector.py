@@ -10,17 +10,15 @@ import pytest
 from connected import prompt_of
 from memory_connector import MemoryConnector
 from memory_store import FAULTS, MemoryStore
-from paged_oracle import LAYER, answer
+from paged_oracle import LAYER, answer, paint_after_fences
 from scheduling import Stepper, make_scheduler
 
-from interlace.engine.block_pool import KVCacheBlock
 from interlace.engine.config import EngineConfig, KVTransferConfig, ModelConfig
 from interlace.engine.errors import ConfigError
 from interlace.engine.kv_connector import (
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
-    KVConnectorMetadata,
     KVConnectorRole,
 )
 from interlace.engine.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
@@ -76,22 +74,7 @@ class World:
             self.worker_side,
         )
         if save_async:
-            self._paint_after_fences()
-
-    def _paint_after_fences(self) -> None:
-        """The stepper paints blocks when the scheduler hands them on. Copies may read them until
-        the step comes to `handle_preemptions`."""
-        runner = self.stepper.runner
-        to_paint: list[KVCacheBlock] = []
-        paint, fence = runner.paint, self.worker_side.handle_preemptions
-
-        def fence_and_paint(metadata: KVConnectorMetadata) -> None:
-            fence(metadata)
-            paint(to_paint)
-            to_paint.clear()
-
-        vars(runner)["paint"] = to_paint.extend
-        vars(self.worker_side)["handle_preemptions"] = fence_and_paint
+            paint_after_fences(self.stepper.runner, self.worker_side)
 
     def run(self, *requests: Request) -> None:
         """To the end, where nothing is left and all answers are right."""

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import pytest
 import torch
-from paged_oracle import LAYER, answer
+from paged_oracle import LAYER, answer, paint_after_fences
 from scheduling import Stepper, make_scheduler
 
 from interlace.connectors.pipeline.messages import (
@@ -31,7 +31,6 @@ from interlace.engine.kv_connector import (
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
-    KVConnectorMetadata,
     KVConnectorRole,
 )
 from interlace.engine.request import Request, RequestStatus
@@ -205,16 +204,7 @@ def make_both(
         ),
         worker,
     )
-    paint, fence = stepper.runner.paint, worker.handle_preemptions
-    to_paint: list[Any] = []
-
-    def fence_and_paint(metadata: KVConnectorMetadata) -> None:
-        fence(metadata)
-        paint(to_paint)
-        to_paint.clear()
-
-    vars(stepper.runner)["paint"] = to_paint.extend
-    vars(worker)["handle_preemptions"] = fence_and_paint
+    paint_after_fences(stepper.runner, worker)
     return Both(stepper, connector, worker)
 
 

@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 import pytest
 import torch
 from connected import prompt_of
-from paged_oracle import LAYER, answer
+from paged_oracle import LAYER, answer, paint_after_fences
 from scheduling import Stepper, make_scheduler
 
 from interlace.connectors.base import KVConnectorBase_V1
@@ -28,7 +28,6 @@ from interlace.connectors.pipeline.messages import (
 )
 from interlace.connectors.pipeline.sched_stats import PipelineStats
 from interlace.connectors.pipeline_connector import PipelineConnector
-from interlace.engine.block_pool import KVCacheBlock
 from interlace.engine.config import EngineConfig, KVRole, KVTransferConfig, ModelConfig
 from interlace.engine.kv_connector import (
     FullAttentionSpec,
@@ -357,23 +356,8 @@ def make_world(
     stepper = Stepper(
         make_scheduler(connector=connector, failure_policy=policy, **scheduler), worker
     )
-    _paint_after_fences(stepper, worker)
+    paint_after_fences(stepper.runner, worker)
     return World(stepper, connector, worker)
-
-
-def _paint_after_fences(stepper: Stepper, worker: LateWorker) -> None:
-    """The stepper paints blocks when the scheduler hands them on; copies may read them until the
-    step comes to `handle_preemptions`."""
-    to_paint: list[KVCacheBlock] = []
-    paint, fence = stepper.runner.paint, worker.handle_preemptions
-
-    def fence_and_paint(metadata: KVConnectorMetadata) -> None:
-        fence(metadata)
-        paint(to_paint)
-        to_paint.clear()
-
-    vars(stepper.runner)["paint"] = to_paint.extend
-    vars(worker)["handle_preemptions"] = fence_and_paint
 
 
 # -------------------------------------------------------------------- hits
