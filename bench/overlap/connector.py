@@ -91,15 +91,11 @@ class MeteredWorker(PipelineWorker):
         submit_s = time.perf_counter() - began
         for step_load in self._step_loads[known[0] :]:
             num_runs = sum(len(load.runs) for load in step_load.loads)
-            meter.note_load(
-                step_load.pipelined, is_within=True, num_runs=num_runs, submit_s=submit_s
-            )
+            meter.note_load(step_load.pipelined, num_runs=num_runs, submit_s=submit_s)
         for bulk_load in self._bulk_loads[known[1] :]:
             if bulk_load.transfer is not None:
                 num_runs = len(bulk_load.load.runs)
-                meter.note_load(
-                    bulk_load.transfer, is_within=False, num_runs=num_runs, submit_s=submit_s
-                )
+                meter.note_load(bulk_load.transfer, num_runs=num_runs, submit_s=submit_s)
 
     def finish_forward(self) -> None:
         """As in `PipelineWorker`."""

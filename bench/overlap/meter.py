@@ -20,8 +20,6 @@ MOST_STEPS = 64
 class LoadTimes(NamedTuple):
     """One load."""
 
-    is_within: bool
-    """Within a step, layer by layer; else beside the steps."""
     num_bytes: int
     seconds: float
     """From its first copy to its last one, on its lane."""
@@ -60,7 +58,6 @@ class Transfer(Protocol):
 
 class _Noted(NamedTuple):
     transfer: Transfer
-    is_within: bool
     num_runs: int
     submit_s: float
 
@@ -107,11 +104,9 @@ class Meter:
             self._begun = _Step(num_tokens, mark, None) if num_tokens else None
             self._begin = mark if self._begin is None else self._begin
 
-    def note_load(
-        self, transfer: Transfer, *, is_within: bool, num_runs: int, submit_s: float
-    ) -> None:
+    def note_load(self, transfer: Transfer, *, num_runs: int, submit_s: float) -> None:
         """A load was queued."""
-        self._noted.append(_Noted(transfer, is_within, num_runs, submit_s))
+        self._noted.append(_Noted(transfer, num_runs, submit_s))
 
     def note_end(self) -> None:
         """A forward was queued, with its sampling."""
@@ -133,7 +128,6 @@ class Meter:
             device_s,
             tuple(
                 LoadTimes(
-                    one.is_within,
                     stats.num_bytes,
                     stats.seconds,
                     one.submit_s,

@@ -38,14 +38,14 @@ def test_from_the_first_thing_to_the_last_sampling() -> None:
     meter.begin()
     meter.note_begin(0)
     meter.note_begin(40)
-    meter.note_load(transfer(0.5), is_within=True, num_runs=2, submit_s=0.01)
-    meter.note_load(transfer(None), is_within=False, num_runs=1, submit_s=0.01)
+    meter.note_load(transfer(0.5), num_runs=2, submit_s=0.01)
+    meter.note_load(transfer(None), num_runs=1, submit_s=0.01)
     meter.note_end()
     meter.note_end()
     device_s, (load,), (step,) = meter.take()
     assert device_s == 8.0
     assert step == (40, 1.0)
-    assert load == (True, 1000, 0.5, 0.01, 4, 2)
+    assert load == (1000, 0.5, 0.01, 4, 2)
     assert not meter.is_on
     meter.begin()
     assert meter.take() == (None, (), ())

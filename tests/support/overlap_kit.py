@@ -83,7 +83,7 @@ class StoringArm:
             cached_tokens=cached,
             loaded_tokens=loaded,
         )
-        load = LoadTimes(way == "layerwise", loaded * TOKEN_BYTES, load_s, 0.0005, 4, 2)
+        load = LoadTimes(loaded * TOKEN_BYTES, load_s, 0.0005, 4, 2)
         return Hit(sample, device_s, (load,) if loaded else ())
 
 
