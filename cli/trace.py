@@ -46,7 +46,12 @@ NewTokens: TypeAlias = Annotated[
 ]
 GroupSize: TypeAlias = Annotated[
     int,
-    typer.Option("--group-size", min=1, max=MAX_GROUP_SIZE, help="Layers that share a gate."),
+    typer.Option(
+        "--group-size",
+        min=1,
+        max=MAX_GROUP_SIZE,
+        help="Layers that share a gate; the first and the last one wait alone.",
+    ),
 ]
 TraceTarget: TypeAlias = Annotated[
     str,
