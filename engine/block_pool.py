@@ -14,7 +14,7 @@ import dataclasses
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from itertools import islice
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from interlace.engine.block_hash import BlockHash
 from interlace.engine.block_runs import in_few_runs
@@ -35,6 +35,10 @@ class BlockTokens(NamedTuple):
     """The hash of the block before, or the root of the chain."""
     token_ids: tuple[int, ...]
     """At least one, at most `block_size`."""
+
+
+FilledBlock: TypeAlias = "tuple[KVCacheBlock, BlockHash, BlockTokens]"
+"""A full block, the hash of what it will hold, and that."""
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -132,7 +136,8 @@ class BlockPool:
         assert num_blocks <= len(self._free), "allocation beyond the free list"
         taken = [self._free.pop(block_id) for block_id in self._next_to_go(num_blocks)]
         for block in taken:
-            self.withdraw(block)
+            if block.tokens is not None or block.block_hash is not None:
+                self.withdraw(block)
             block.ref_cnt = 1
         return taken
 
@@ -176,29 +181,38 @@ class BlockPool:
                 if block.tokens is None:
                     self._free.move_to_end(block.block_id, last=False)
 
-    def mark_pending(
-        self, block: KVCacheBlock, block_hash: BlockHash, tokens: BlockTokens, step_id: int
-    ) -> bool:
-        """Say that step `step_id` fills `block` with `tokens`, whose hash is `block_hash`.
+    def mark_pending(self, step_id: int, filled: Iterable[FilledBlock]) -> list[KVCacheBlock]:
+        """Say that step `step_id` fills these blocks: which ones now have a hash.
 
-        Returns False, and leaves the block unhashed, if another block has that content already.
+        A block whose content another block has already is left unhashed.
         """
-        if not self._enable_caching or block_hash in self._by_hash:
-            return False
-        assert block.block_hash is None, f"block {block.block_id} has a hash already"
-        block.block_hash = block_hash
-        block.pending_step = step_id
-        block.tokens = tokens
-        self._by_hash[block_hash] = block
-        return True
+        if not self._enable_caching:
+            return []
+        by_hash, marked = self._by_hash, []
+        for block, block_hash, tokens in filled:
+            if by_hash.setdefault(block_hash, block) is block:
+                assert block.block_hash is None, f"block {block.block_id} has a hash already"
+                block.block_hash = block_hash
+                block.pending_step = step_id
+                block.tokens = tokens
+                marked.append(block)
+        return marked
 
-    def publish(self, block: KVCacheBlock) -> None:
-        """Say that a pending block's content is right; the step that filled it was applied."""
-        assert block.block_hash is not None
-        block.pending_step = None
-        self._index_start(block)
-        if self._events.active:
+    def publish(self, *blocks: KVCacheBlock) -> None:
+        """Say that pending blocks' content is right; the step that filled them was applied.
+
+        A long prompt has hundreds, and nothing else goes on meanwhile: no calls where not needed.
+        """
+        by_start = self._by_start
+        for block in blocks:
             assert block.tokens is not None
+            block.pending_step = None
+            parent, token_ids = block.tokens
+            if by_start.setdefault((parent, token_ids[0]), block) is not block:
+                self._index_start(block)
+        for block in blocks if self._events.active else ():
+            assert block.tokens is not None
+            assert block.block_hash is not None
             self._events.emit(
                 BlockStored(
                     self._clock.monotonic(),

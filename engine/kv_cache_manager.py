@@ -10,8 +10,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from interlace.engine.block_hash import BlockHash
-from interlace.engine.block_pool import BlockPool, BlockTokens, KVCacheBlock
+from interlace.engine.block_pool import BlockPool, BlockTokens, FilledBlock, KVCacheBlock
 from interlace.engine.config import CacheConfig
 from interlace.engine.events import EventBus
 from interlace.engine.ports import Clock
@@ -118,25 +117,18 @@ class KVCacheManager:
 
         `step_id` is the step that computes up to `num_tokens`. Only known tokens have hashes.
         """
-        mark = self.pool.mark_pending
-        new = [
-            block
-            for block, block_hash, tokens in self._take_unhashed(request, num_tokens)
-            if mark(block, block_hash, tokens, step_id)
-        ]
+        if num_tokens // self.block_size <= request.num_hashed_blocks:
+            return  # as in most steps
+        new = self.pool.mark_pending(step_id, self._take_unhashed(request, num_tokens))
         if new:
             self._pending.setdefault(step_id, []).extend(new)
 
     def publish_loaded(self, request: Request, num_tokens: int) -> None:
         """The request's first `num_tokens` tokens lie in its blocks: publish the full ones."""
-        for block, block_hash, tokens in self._take_unhashed(request, num_tokens):
-            # No step fills it: it is published on the spot.
-            if self.pool.mark_pending(block, block_hash, tokens, step_id=0):
-                self.pool.publish(block)
+        # No step fills them: they are published on the spot.
+        self.pool.publish(*self.pool.mark_pending(0, self._take_unhashed(request, num_tokens)))
 
-    def _take_unhashed(
-        self, request: Request, num_tokens: int
-    ) -> Iterator[tuple[KVCacheBlock, BlockHash, BlockTokens]]:
+    def _take_unhashed(self, request: Request, num_tokens: int) -> Iterator[FilledBlock]:
         """The request's full blocks within [0, num_tokens) that were not offered to the pool yet;
         they count as offered from now on.
 
@@ -165,9 +157,8 @@ class KVCacheManager:
 
     def apply_step(self, step_id: int) -> None:
         """Step `step_id` was applied: publish what it filled, free what only it still touched."""
-        for block in self._pending.pop(step_id, ()):
-            if block.pending_step == step_id:
-                self.pool.publish(block)
+        pending = self._pending.pop(step_id, ())
+        self.pool.publish(*(block for block in pending if block.pending_step == step_id))
         while self._fenced and self._fenced[0].step_id <= step_id:
             self._release(self._fenced.popleft())
 

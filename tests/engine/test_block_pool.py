@@ -31,10 +31,15 @@ def make_pool(
     return BlockPool(num_usable + 1, caching, ManualClock(), bus or EventBus())
 
 
+def mark(pool: BlockPool, block: KVCacheBlock, number: int, step_id: int = 1) -> bool:
+    """Whether the block is said to become that content."""
+    return pool.mark_pending(step_id, [(block, key(number), tokens(number))]) == [block]
+
+
 def take_and_publish(pool: BlockPool, *numbers: int) -> list[KVCacheBlock]:
     blocks = pool.get_new_blocks(len(numbers))
     for block, number in zip(blocks, numbers, strict=True):
-        assert pool.mark_pending(block, key(number), tokens(number), step_id=1)
+        assert mark(pool, block, number)
         pool.publish(block)
     return blocks
 
@@ -143,17 +148,17 @@ def test_b61_the_map_forgets_what_the_pool_forgets() -> None:
 def test_content_is_offered_once() -> None:
     pool = make_pool()
     one, two = pool.get_new_blocks(2)
-    assert pool.mark_pending(one, key(1), tokens(1), 1)
-    assert not pool.mark_pending(two, key(1), tokens(1), 1)
+    assert mark(pool, one, 1)
+    assert not mark(pool, two, 1)
     assert two.block_hash is None
     with pytest.raises(AssertionError, match="has a hash already"):
-        pool.mark_pending(one, key(2), tokens(2), 1)
+        mark(pool, one, 2)
 
 
 def test_without_caching_nothing_can_be_found() -> None:
     pool = make_pool(caching=False)
     (block,) = pool.get_new_blocks(1)
-    assert not pool.mark_pending(block, key(1), tokens(1), 1)
+    assert not mark(pool, block, 1)
     assert pool.get_cached_block(key(1)) is None
     assert pool.num_cached_blocks == 0
 
@@ -163,10 +168,10 @@ async def test_events_tell_of_published_content_only() -> None:
     stream = bus.subscribe()
     pool = make_pool(1, bus=bus)
     (block,) = pool.get_new_blocks(1)
-    pool.mark_pending(block, key(1), tokens(1), 1)
+    mark(pool, block, 1)
     pool.withdraw(block)  # never published: nothing to tell
     pool.withdraw(block)
-    pool.mark_pending(block, key(2), tokens(2), 2)
+    mark(pool, block, 2, step_id=2)
     pool.publish(block)
     pool.free_blocks([block])
     pool.get_new_blocks(1)

@@ -35,9 +35,11 @@ def key(number: int) -> BlockHash:
 
 
 def fill(pool: BlockPool, blocks: Sequence[KVCacheBlock], hashes: Iterator[BlockHash]) -> None:
-    for block, block_hash in zip(blocks, hashes, strict=False):
-        if pool.mark_pending(block, block_hash, BlockTokens(block_hash, (1,)), 1):
-            pool.publish(block)
+    filled = [
+        (block, block_hash, BlockTokens(block_hash, (1,)))
+        for block, block_hash in zip(blocks, hashes, strict=False)
+    ]
+    pool.publish(*pool.mark_pending(1, filled))
 
 
 def num_runs(blocks: Sequence[KVCacheBlock]) -> int:
