@@ -1,5 +1,6 @@
 """`check_connector` with a connector that loads from the back while its requests are computed: what
-is right passes, and what is not is found, on whichever worker."""
+is right passes, and what is not is found, on whichever worker; also what takes a hole that is open
+for long."""
 
 from __future__ import annotations
 
@@ -15,10 +16,20 @@ from interlace.connectors.conformance import (
     Script,
     ScriptedConnector,
     check_connector,
+    checking,
 )
+from interlace.connectors.conformance.scenarios import both_ends
 from interlace.connectors.conformance.scripted_metadata import ScriptedMetadata
-from interlace.engine.kv_connector import KVConnectorMetadata, KVConnectorOutput
+from interlace.connectors.pipeline.messages import PipelineMetadata
+from interlace.connectors.pipeline.rates import LoadRate, StepTimes
+from interlace.connectors.pipeline_connector import PipelineConnector
+from interlace.engine.kv_connector import (
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorOutput,
+)
 from interlace.engine.request import Request
+from interlace.engine.scheduler_output import SchedulerOutput
 
 
 class HalfConnector(ScriptedConnector):
@@ -158,3 +169,133 @@ def test_a_verdict_waits_until_the_connector_has_heard_of_the_end() -> None:
 def test_what_is_wrong_is_found(kind: type[HalfConnector], workers: int, property_id: str) -> None:
     report = check(kind, workers=workers, only=("tokens-hit", property_id), fail_fast=True)
     assert property_id in report.failed, "\n".join(report.lines())
+
+
+# ---------------------------------------------------------------- with the hole open for long
+
+HYBRID = {"load_mode": "hybrid", "group_size": 1, "host_bytes": 128 << 10}
+
+
+class WritesOn(PipelineConnector):
+    """A load that a preemption ends writes on, though nobody waits for it any more."""
+
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        assert isinstance(kv_connector_metadata, PipelineMetadata)
+        for load in self._worker._bulk_loads:
+            load.is_lost |= load.load.load_id in kv_connector_metadata.lost_loads
+        super().handle_preemptions(
+            dataclasses.replace(kv_connector_metadata, lost_loads=frozenset())
+        )
+
+
+class LosesNoLoads(PipelineConnector):
+    """A preemption does not end a load at all."""
+
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        assert isinstance(kv_connector_metadata, PipelineMetadata)
+        super().handle_preemptions(
+            dataclasses.replace(kv_connector_metadata, lost_loads=frozenset())
+        )
+
+
+class LetsGoAtOnce(PipelineConnector):
+    """The load of an aborted request is reported with its end, whatever is still under way."""
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        sent, received = super().get_finished(finished_req_ids)
+        for load in self._worker._bulk_loads:
+            if load.load.request_id in finished_req_ids and not load.is_lost:
+                load.is_lost = True
+                received = (received or set()) | {load.load.request_id}
+        return sent, received
+
+
+class SlowLoads(PipelineConnector):
+    """It believes that a block takes twice as long to load as to compute, so that the front is to
+    take over what the load has not begun. That is right."""
+
+    def set_xfer_handshake_metadata(
+        self, metadata: dict[int, KVConnectorHandshakeMetadata]
+    ) -> None:
+        super().set_xfer_handshake_metadata(metadata)
+        side = self._scheduler
+        side._load_rate = LoadsIn(1.0 / side._record_bytes)
+        side._step_times = ComputesIn(0.5 / side._block_size)
+
+
+class LoadsIn(LoadRate):
+    """So many seconds per byte."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__(1.0)
+        self._seconds = seconds
+
+    def seconds(self, num_bytes: int) -> float:
+        return num_bytes * self._seconds
+
+
+class ComputesIn(StepTimes):
+    """So many seconds per token."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self._seconds = seconds
+
+    def seconds(self, num_tokens: int, num_context_tokens: int) -> float:
+        return num_tokens * self._seconds
+
+
+class TakesUnasked(SlowLoads):
+    """The front takes over before the load has answered."""
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> PipelineMetadata:
+        metadata = super().build_connector_meta(scheduler_output)
+        for share in metadata.shares:
+            for split in self._scheduler._splits.values():
+                if split.load_id == share.load_id and split._asks:
+                    split._floor = split._end - share.num_blocks
+        return metadata
+
+
+def check_hybrid(kind: type[PipelineConnector], monkeypatch: pytest.MonkeyPatch) -> CheckReport:
+    monkeypatch.setattr(checking, "SCENARIOS", both_ends.SCENARIOS)
+    return check_connector(kind, HYBRID, fail_fast=True)
+
+
+@pytest.mark.parametrize("kind", [PipelineConnector, SlowLoads])
+def test_a_hole_that_is_open_for_long_is_played(
+    kind: type[PipelineConnector], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    report = check_hybrid(kind, monkeypatch)
+    report.raise_if_failed()
+    ok = {one.property.id for one in report.results if one.verdict == "ok"}
+    assert {"tokens-preempted", "aborted-in-every-state", "promises-kept"} <= ok
+
+
+@pytest.mark.parametrize(
+    ("kind", "property_ids"),
+    [
+        (WritesOn, {"loads-write-only-their-blocks"}),
+        (LosesNoLoads, {"loads-write-only-their-blocks"}),
+        (LetsGoAtOnce, {"loads-write-only-their-blocks", "loads-reported-when-done"}),
+        (TakesUnasked, {"loads-write-only-their-blocks", "answers-lawful"}),
+    ],
+)
+def test_what_goes_wrong_with_a_hole_open_is_found(
+    kind: type[PipelineConnector], property_ids: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    report = check_hybrid(kind, monkeypatch)
+    assert property_ids & set(report.failed), "\n".join(report.lines())
+
+
+@pytest.mark.parametrize("mode", ["layerwise", "bulk"])
+def test_who_loads_from_one_end_is_not_asked_for_more(
+    mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One prompt shows it; no later play begins. Its lanes are held back then: it ends all the
+    same."""
+    monkeypatch.setattr(checking, "SCENARIOS", both_ends.SCENARIOS)
+    report = check_connector(PipelineConnector, {**HYBRID, "load_mode": mode}, deadline_s=10.0)
+    report.raise_if_failed()
+    (preempted,) = [one for one in report.results if one.property.id == "tokens-preempted"]
+    assert (preempted.verdict, preempted.detail) == ("skipped", "it never loaded from the back")

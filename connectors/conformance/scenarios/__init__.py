@@ -6,6 +6,7 @@ from __future__ import annotations
 from interlace.connectors.conformance.scenarios import (
     aborts,
     asking,
+    both_ends,
     failures,
     pressure,
     saving,
@@ -25,5 +26,6 @@ SCENARIOS: tuple[Scenario, ...] = (
     *aborts.SCENARIOS,
     *saving.SCENARIOS,
     *failures.SCENARIOS,
+    *both_ends.SCENARIOS,
 )
 """Some properties have no scenario of their own: they are watched in all."""
