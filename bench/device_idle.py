@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from interlace.engine.device_thread import DeviceThread, finish_despite_cancel
+from interlace.bench.profiled_run import profiled_run
+from interlace.engine.device_thread import DeviceThread
 from interlace.layers.hardware.fact import Unknown, attempt
 
 if TYPE_CHECKING:
@@ -59,12 +60,9 @@ class KernelTracer:
         Loop thread, which other work may use meanwhile. Raises: what `run` raises. Cancelling
         cancels `run`, and returns when the profiler has ended.
         """
-        started = self._device.submit(lambda: attempt(self._start, "tracing kernels"))
-        try:
-            await finish_despite_cancel(started)
-            outcome = await run()
-        finally:
-            found = await self._stop(started.result())
+        outcome, found = await profiled_run(
+            self._device, lambda: attempt(self._start, "tracing kernels"), run, _stop
+        )
         if isinstance(found, Unknown):
             self.problem = found.reason
             return outcome, ()
@@ -73,13 +71,6 @@ class KernelTracer:
             self.problem = "the profiler saw no kernel"
         return outcome, kernels
 
-    async def _stop(self, profiler: profile | Unknown) -> Sequence[Any] | Unknown:
-        """Its events, or why there are none. Cancelling: is told when the profiler has ended."""
-        if isinstance(profiler, Unknown):
-            return profiler
-        stopped = self._device.submit(lambda: attempt(lambda: _events(profiler), "reading a trace"))
-        return await finish_despite_cancel(stopped)
-
     def _start(self) -> profile:
         from torch.profiler import ProfilerActivity, profile
 
@@ -87,6 +78,13 @@ class KernelTracer:
         profiler = profile(activities=[activity])
         profiler.start()
         return profiler
+
+
+def _stop(profiler: profile | Unknown) -> Sequence[Any] | Unknown:
+    """Its events, or why there are none."""
+    if isinstance(profiler, Unknown):
+        return profiler
+    return attempt(lambda: _events(profiler), "reading a trace")
 
 
 def _events(profiler: profile) -> Sequence[Any]:

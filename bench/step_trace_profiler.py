@@ -8,9 +8,10 @@ from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
+from interlace.bench.profiled_run import profiled_run
 from interlace.bench.step_trace_build import StepMarks
 from interlace.bench.step_trace_device import DeviceEvent, Kind, LoadShape, marks_of
-from interlace.engine.device_thread import DeviceThread, finish_despite_cancel
+from interlace.engine.device_thread import DeviceThread
 from interlace.engine.errors import InterlaceError
 
 T = TypeVar("T")
@@ -44,15 +45,7 @@ class ProfiledSteps:
 
     async def record(self, run: Callable[[], Awaitable[T]]) -> tuple[T, StepMarks]:
         """See `StepRecorder`. Raises: also `InterlaceError` if the profiler cannot be used."""
-        started = self._device.submit(self._start)
-        events: list[DeviceEvent] = []
-        try:
-            await finish_despite_cancel(started)
-            outcome = await run()
-        finally:
-            if started.exception() is None:
-                stopped = self._device.submit(lambda: _stop(started.result()))
-                events = await finish_despite_cancel(stopped)
+        outcome, events = await profiled_run(self._device, self._start, run, _stop)
         return outcome, marks_of(events, self._shape)
 
     def _start(self) -> Any:

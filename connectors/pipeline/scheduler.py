@@ -72,7 +72,6 @@ class _Choice(NamedTuple):
 class _OpenLoad(NamedTuple):
     """A load that was ordered, until the worker side has done with its records."""
 
-    request_id: str
     prefix: tuple[bytes, ...]
     """Hashes from the request's first block to the last one that is loaded."""
     records: dict[int, int]
@@ -285,7 +284,6 @@ class PipelineScheduler:
             )
         )
         self._open_loads[load_id] = _OpenLoad(
-            request.request_id,
             tuple(request.block_hashes[:end]),
             dict(zip(block_ids, records, strict=True)),
             is_async,
@@ -324,8 +322,7 @@ class PipelineScheduler:
     def _follow_computed(self, output: SchedulerOutput) -> None:
         """What the step computes may be saved, and may meet what is loaded from the back."""
         before = computed_before(output)
-        if self._splits:
-            self._adjust_splits(output, before)
+        self._adjust_splits(output, before)
         if self._settings.may_save:
             self._plan_saves(output, before)
 

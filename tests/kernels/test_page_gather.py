@@ -3,12 +3,12 @@ loop; and `PageCopies` with it."""
 
 from __future__ import annotations
 
-import ctypes
 import random
 from collections.abc import Sequence
 
 import pytest
 import torch
+from host_memcpy import HostMemcpy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -129,28 +129,6 @@ def test_pages_of_every_type_go_and_come_back(dtype: torch.dtype, cross_layers: 
         assert torch.equal(layers[layer].view(torch.uint8), before)
     untouched = [record for record in range(NUM_RECORDS) if record not in order]
     assert not records[untouched].any()
-
-
-class HostMemcpy:
-    """The driver's strided copies, by hand and at once."""
-
-    def current_stream(self) -> int:
-        return 0
-
-    def copy(
-        self,
-        target: int,
-        target_pitch: int,
-        source: int,
-        source_pitch: int,
-        width: int,
-        height: int,
-        stream: int,
-        *,
-        to_device: bool,
-    ) -> None:
-        for row in range(height):
-            ctypes.memmove(target + row * target_pitch, source + row * source_pitch, width)
 
 
 def copies_of(records: Tensor, layers: Sequence[Tensor], most_strided_runs: int = 0) -> PageCopies:

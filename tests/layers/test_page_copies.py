@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import ctypes
 import random
 from typing import Any
 
 import pytest
 import torch
+from host_memcpy import HostMemcpy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -19,32 +19,6 @@ from interlace.layers.page_copies import CopyWay, PageCopies, Run, cut_runs
 NUM_RECORDS, NUM_BLOCKS, NUM_LAYERS = 40, 50, 3
 PAGE_SHAPE = (2, 2, 2, 4)
 PAGE_BYTES = 64
-
-
-class HostMemcpy:
-    """The driver's strided copies, by hand and at once; counts them."""
-
-    def __init__(self) -> None:
-        self.num_copies = 0
-
-    def current_stream(self) -> int:
-        return 0
-
-    def copy(
-        self,
-        target: int,
-        target_pitch: int,
-        source: int,
-        source_pitch: int,
-        width: int,
-        height: int,
-        stream: int,
-        *,
-        to_device: bool,
-    ) -> None:
-        self.num_copies += 1
-        for row in range(height):
-            ctypes.memmove(target + row * target_pitch, source + row * source_pitch, width)
 
 
 def filled(*shape: int) -> Tensor:

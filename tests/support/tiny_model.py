@@ -21,11 +21,13 @@ def tiny_model(
     dtype: torch.dtype = torch.float64,
     head_dim: int = 8,
     device: str = "cpu",
+    num_layers: int = 2,
+    seed: int = 3,
 ) -> LoadedModel:
-    """Two layers, grouped heads, no tokenizer; the weights depend on `head_dim` alone."""
+    """Grouped heads, no tokenizer; the weights depend on `head_dim`, `num_layers` and `seed`."""
     architecture = Architecture(
         name="tiny",
-        num_layers=2,
+        num_layers=num_layers,
         hidden_size=32,
         intermediate_size=48,
         num_heads=4,
@@ -35,7 +37,7 @@ def tiny_model(
         rms_eps=1e-5,
         max_position=max_model_len,
     )
-    random = torch.Generator().manual_seed(3)
+    random = torch.Generator().manual_seed(seed)
     scale = 0.5 if head_dim == 8 else 0.3
     weights = {
         name: (torch.randn(shape, generator=random, dtype=torch.float64) * scale).to(device, dtype)
