@@ -194,10 +194,11 @@ class LayerPipeline:
     def _submit_up_to(self, num_groups: int) -> None:
         """So many groups of the step's load, if they were not submitted yet."""
         load = self._load
-        if load is None or len(load.gates) >= min(num_groups, load.num_groups):
+        if load is None or load.is_given_up:
             return
-        is_stream = self._gates is not None
-        end = min(num_groups, load.num_groups) if is_stream else load.num_groups
+        end = load.num_groups if self._gates is None else min(num_groups, load.num_groups)
+        if len(load.gates) >= end:
+            return
         try:
             self._submit_groups(load, range(len(load.gates), end))
         except (LaneFullError, LaneClosedError) as error:

@@ -214,7 +214,6 @@ class PipelineWorker:
     def finish_forward(self) -> None:
         """The forward is queued: its saves begin behind it."""
         self._has_forward = True
-        self._open.pipeline.submit_rest()
         self._open.sampler.end()
         self._send_saves()
 

@@ -38,7 +38,8 @@ class PipelinedLoad:
         self._copies = copies
         self._groups = groups
         self._lock = threading.Lock()  # held while a group is copied
-        self._is_given_up = False
+        self.is_given_up = False
+        """Whether no copy is begun any more."""
         self._meter = TransferMeter(watch)
         self._runs: list[Runs | None] = [self._prepared(i, part) for i, part in enumerate(parts)]
         has_blocks = any(runs is not None and runs.num_blocks for runs in self._runs)
@@ -55,7 +56,7 @@ class PipelinedLoad:
     @property
     def is_done(self) -> bool:
         """Whether it touches neither pages nor records any more. Never waits."""
-        if self._is_given_up:  # works that were dropped are not in order any more
+        if self.is_given_up:  # works that were dropped are not in order any more
             return all(gate.query() for gate in self.gates)
         if len(self.gates) < self.num_groups:
             return False
@@ -70,7 +71,7 @@ class PipelinedLoad:
         """The work of one group, on the lane: layer by layer, over all parts."""
         layers = self._groups.ranges[group]
         with self._lock:
-            if self._is_given_up:
+            if self.is_given_up:
                 return
             self._meter.begin()
             for layer in layers:
@@ -81,7 +82,7 @@ class PipelinedLoad:
                 self._meter.end()
 
     def _may_copy(self, part: int) -> bool:
-        return self.errors[part] is None and not self._is_given_up
+        return self.errors[part] is None and not self.is_given_up
 
     def _copy(self, part: int, layer: int, runs: Runs) -> None:
         try:
@@ -96,7 +97,7 @@ class PipelinedLoad:
     def give_up(self, error: BaseException, timeout_s: float) -> bool:
         """Begin no copy any more. In host memory none is under way when this returns True: it waits
         for the one that is; False if that takes longer than `timeout_s`."""
-        self._is_given_up = True  # whoever copies looks at it before each copy, under the lock
+        self.is_given_up = True  # whoever copies looks at it before each copy, under the lock
         self.fail(error)
         has_ended = self._lock.acquire(timeout=min(timeout_s, threading.TIMEOUT_MAX))
         if has_ended:

@@ -19,6 +19,7 @@ from interlace.connectors.pipeline.layer_pipeline import (
     PipelineGates,
 )
 from interlace.connectors.pipeline.worker_feeder import FedTransfer
+from interlace.engine.errors import ConnectorError
 from interlace.layers.cuda_lanes import CudaLanes
 from interlace.layers.page_copies import Copied, CopyWay, PageCopies, Run, Runs
 
@@ -239,6 +240,17 @@ def test_what_is_refused_later_fails_in_the_same_step(refused: int) -> None:
     assert load.errors[0] is not None
     kit.device.drain()
     assert is_done(load)
+
+
+@pytest.mark.usefixtures("one_ahead")
+def test_of_a_load_that_was_given_up_nothing_more_is_submitted() -> None:
+    kit = Kit()
+    load = kit.pipeline.submit_load([RUNS], 7, by_layer=True)
+    assert load.give_up(ConnectorError("too late"), 1.0)
+    submitted = len(load.gates)
+    kit.pipeline.wait(1)
+    kit.pipeline.finish_step()
+    assert len(load.gates) == submitted
 
 
 @pytest.mark.parametrize("left_out", FIRST_OF_GROUPS)
