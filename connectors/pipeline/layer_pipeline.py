@@ -29,12 +29,13 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from interlace.connectors.pipeline.layer_groups import LayerGroups
 from interlace.connectors.pipeline.worker_backward import BackwardTransfer
 from interlace.connectors.pipeline.worker_deadlines import PatientFeeder
 from interlace.connectors.pipeline.worker_feeder import Copies, FedTransfer
+from interlace.connectors.pipeline.worker_joint_save import SavePart, joint_saves
 from interlace.connectors.pipeline.worker_loads import PipelinedLoad
 from interlace.connectors.pipeline.worker_times import (
     ClockStopwatch,
@@ -57,6 +58,7 @@ __all__ = [
     "LaneCopies",
     "LayerPipeline",
     "PipelinedLoad",
+    "SaveTransfer",
     "TransferStats",
 ]
 
@@ -64,8 +66,12 @@ DEFAULT_GROUP_SIZE = 2
 DEFAULT_WINDOW_BYTES = 32 << 20
 """Half a millisecond of a PCIe 5 link."""
 DEFAULT_DEADLINE_S = 30.0
-GROUPS_AHEAD = 6
-"""Of layers, of a load that is submitted by layer: some 5 ms of the link with groups of two."""
+AHEAD_BYTES = 160 << 20
+"""Of a load that is submitted by layer: some 3 ms of the link, in which a step's inputs are made
+and its first layers launched."""
+
+
+SaveTransfer: TypeAlias = FedTransfer | SavePart
 
 
 class LaneCopies(NamedTuple):
@@ -128,6 +134,7 @@ class LayerPipeline:
         )
         self._load: PipelinedLoad | None = None  # the newest one
         self._step_id = 0  # that it is of
+        self._groups_ahead = 0  # of the one for which the step waits, so many are submitted
         self._may_write_late = False  # a copy of it that was given up
         self._gates = self._make_gates(lanes) if isinstance(lanes, CudaLanes) else None
 
@@ -188,7 +195,8 @@ class LayerPipeline:
             # What was queued before may still write to the blocks: zeros, for instance.
             self._lane.wait(self._compute.record())
         self._step_id = step_id
-        self._submit_up_to(GROUPS_AHEAD if by_layer else load.num_groups)
+        self._groups_ahead = load.groups_within(AHEAD_BYTES) if by_layer else load.num_groups
+        self._submit_up_to(self._groups_ahead)
         return load
 
     def _submit_up_to(self, num_groups: int) -> None:
@@ -228,8 +236,8 @@ class LayerPipeline:
         load, group = self._load, self._groups.group_of[layer]
         if load is None or group in load.groups_passed:
             return
-        if len(load.gates) < min(load.num_groups, group + GROUPS_AHEAD):
-            self._submit_up_to(group + GROUPS_AHEAD + 1)  # two at a time
+        if len(load.gates) < min(load.num_groups, group + self._groups_ahead):
+            self._submit_up_to(group + self._groups_ahead + 1)  # two at a time
         if group >= len(load.gates):
             return
         load.groups_passed.add(group)
@@ -325,11 +333,22 @@ class LayerPipeline:
         self.poll()
         return save
 
+    def submit_saves(
+        self, parts: Sequence[Sequence[Run]], after: Gate | None = None
+    ) -> list[SaveTransfer | ConnectorError]:
+        """Save each of these likewise; small ones share a transfer, whose failure is all theirs.
+
+        Never raises: what does not fit is answered with why.
+        """
+        answers = joint_saves(self._store, [tuple(part) for part in parts], after)
+        self.poll()
+        return answers
+
     def record_compute(self) -> Gate | None:
         """A gate behind all that steps have queued so far; None where nothing is queued."""
         return None if self._compute is None else self._compute.record()
 
-    def fence(self, transfer: FedTransfer) -> None:
+    def fence(self, transfer: SaveTransfer) -> None:
         """When this returns, what is computed from now on may overwrite the blocks of `transfer`.
 
         What of it is not queued on the device is given up, which fails it. On a GPU the compute

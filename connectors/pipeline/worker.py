@@ -15,6 +15,7 @@ from interlace.connectors.pipeline.layer_pipeline import (
     FedTransfer,
     LayerPipeline,
     PipelinedLoad,
+    SaveTransfer,
 )
 from interlace.connectors.pipeline.messages import (
     Load,
@@ -70,7 +71,7 @@ class PipelineWorker:
         self._unsent: tuple[Save, ...] = ()  # saves of this step, until its forward is queued
         self._step_loads: list[_StepLoad] = []
         self._bulk_loads: list[_BulkLoad] = []
-        self._saves: dict[int, FedTransfer] = {}
+        self._saves: dict[int, SaveTransfer] = {}
         self._sent: set[str] = set()
         self._invalid: set[int] = set()
         self._loaded: set[int] = set()
@@ -222,11 +223,9 @@ class PipelineWorker:
         if not saves:
             return
         pipeline = self._open.pipeline
-        after = pipeline.record_compute()
-        for save in saves:
-            try:
-                transfer = pipeline.submit_save(save.runs, after)
-            except ConnectorError:  # it does not fit: the scheduler side hears of it
+        submitted = pipeline.submit_saves([save.runs for save in saves], pipeline.record_compute())
+        for save, transfer in zip(saves, submitted, strict=True):
+            if isinstance(transfer, ConnectorError):  # the scheduler side hears of it
                 self._failed_saves.add(save.save_id)
                 continue
             transfer.name = f"save {save.save_id}"

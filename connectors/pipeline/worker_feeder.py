@@ -110,6 +110,15 @@ class FedTransfer:
         """For `Feeder`: what is to be fed next; None if there is nothing more."""
         return self._slices[0] if self._slices else None
 
+    @property
+    def has_more(self) -> bool:
+        """Whether not all of it was copied, or queued on a device."""
+        return self.next_slice is not None or self._num_run < self.num_fed
+
+    def runs_of(self, one: Slice) -> Runs:
+        """What a work copies. On the lane, under the lock."""
+        return one.runs
+
     def take(self, gate: Gate) -> None:
         """For `Feeder`: the next slice was fed, and ends with `gate`."""
         self._slices.popleft()
@@ -135,11 +144,9 @@ class FedTransfer:
         nothing. In host memory nothing is copied any more when this returns True: it waits for the
         one copy under way; False if that takes longer than `timeout_s`."""
         has_ended = self._lock.acquire(timeout=min(timeout_s, threading.TIMEOUT_MAX))
-        if not has_ended or self.next_slice is not None or self._num_run < self.num_fed:
+        if not has_ended or self.has_more:
             self._is_given_up = True
-            self._error = self._error or ConnectorError(
-                "the transfer was given up, since its blocks are handed on: copy them again"
-            )
+            self._error = self._error or given_up()
         self.drop()
         if has_ended:
             self._lock.release()
@@ -166,7 +173,7 @@ class FedTransfer:
             self._meter.begin()
             try:
                 layers = range(one.first_layer, one.end_layer)
-                for copied in self._copy_layers(layers, one.runs):
+                for copied in self._copy_layers(layers, self.runs_of(one)):
                     self._meter.add(copied)
             except Exception as error:  # noqa: BLE001 - whatever it is, this transfer has failed
                 self._error = without_frames(error, "of a transfer")
@@ -174,6 +181,13 @@ class FedTransfer:
             self._num_run += 1
             if one.may_be_last:
                 self._meter.end()
+
+
+def given_up() -> ConnectorError:
+    """The error of what was given up for whom its blocks are handed on to."""
+    return ConnectorError(
+        "the transfer was given up, since its blocks are handed on: copy them again"
+    )
 
 
 class Feeder:
@@ -195,8 +209,8 @@ class Feeder:
         self.copies = copies
         self._copy_layers = copy_layers
         self.window_bytes = window_bytes
-        self._slice_bytes = max(1, window_bytes // SLICES_PER_WINDOW)
-        self._watch = watch
+        self.slice_bytes = max(1, window_bytes // SLICES_PER_WINDOW)
+        self.watch = watch
         self._waiting: deque[FedTransfer] = deque()
         self._fed: deque[tuple[FedTransfer, Gate, int]] = deque()
         self._fed_bytes = 0
@@ -209,9 +223,9 @@ class Feeder:
 
         Raises: `ConnectorError` if `runs` do not fit.
         """
-        slice_bytes = max(self._slice_bytes, window_bytes // SLICES_PER_WINDOW)
+        slice_bytes = max(self.slice_bytes, window_bytes // SLICES_PER_WINDOW)
         slices = _cut(self.copies, runs, slice_bytes)
-        transfer = FedTransfer(slices, self._copy_layers, after, self._watch)
+        transfer = FedTransfer(slices, self._copy_layers, after, self.watch)
         transfer.window_bytes = window_bytes
         self.append(transfer)
         return transfer

@@ -42,8 +42,8 @@ class PipelinedLoad:
         """Whether no copy is begun any more."""
         self._meter = TransferMeter(watch)
         self._runs: list[Runs | None] = [self._prepared(i, part) for i, part in enumerate(parts)]
-        has_blocks = any(runs is not None and runs.num_blocks for runs in self._runs)
-        self.num_groups = len(groups.ranges) if has_blocks else 0
+        self._num_blocks = sum(runs.num_blocks for runs in self._runs if runs is not None)
+        self.num_groups = len(groups.ranges) if self._num_blocks else 0
         """Works that it takes: none if there is nothing to copy."""
 
     def _prepared(self, part: int, runs: tuple[Run, ...]) -> Runs | None:
@@ -52,6 +52,14 @@ class PipelinedLoad:
         except ConnectorError as error:
             self.errors[part] = error
             return None
+
+    def groups_within(self, num_bytes: int) -> int:
+        """How many of the first groups come to so many bytes, or a little more."""
+        if not self._num_blocks:
+            return 0
+        layer_bytes = self._num_blocks * self._copies.page_bytes
+        num_layers = min(-(-num_bytes // layer_bytes), self._groups.num_layers)
+        return self._groups.group_of[num_layers - 1] + 1
 
     @property
     def is_done(self) -> bool:

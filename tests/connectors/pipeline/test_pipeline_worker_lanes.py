@@ -2,87 +2,26 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Sequence
-
 import pytest
 import torch
-from hooked_copies import HookedCopies
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from lanes_kit import (
+    NUM_BLOCKS,
+    NUM_LAYERS,
+    PAGE_BYTES,
+    PATIENCE_S,
+    LanesKit,
+    block_lane,
+    blocks_of,
+)
 
-from interlace.connectors.pipeline.layer_pipeline import LaneCopies, LayerPipeline, PipelinedLoad
-from interlace.connectors.pipeline.worker_feeder import FedTransfer
+from interlace.connectors.pipeline.layer_pipeline import PipelinedLoad
 from interlace.connectors.pipeline.worker_times import ClockStopwatch
 from interlace.engine.errors import ConfigError, ConnectorError, LaneClosedError
-from interlace.engine.ports import Lane, Lanes
 from interlace.layers.lanes import ThreadLanes
 from interlace.layers.page_copies import Run, Runs
 from interlace.layers.virtual_lanes import VirtualLanes
-
-PATIENCE_S = 20.0
-NUM_RECORDS, NUM_BLOCKS, NUM_LAYERS, PAGE_BYTES = 24, 32, 5, 32
-
-
-class Kit:
-    def __init__(
-        self,
-        lanes: Lanes,
-        *,
-        group_size: int = 2,
-        window_bytes: int = 1 << 20,
-        deadline_s: float = PATIENCE_S,
-    ) -> None:
-        random = torch.Generator().manual_seed(0)
-        shape = (NUM_LAYERS, PAGE_BYTES)
-        self.records = torch.randint(
-            0, 256, (NUM_RECORDS, *shape), dtype=torch.uint8, generator=random
-        )
-        self.layers = [
-            torch.randint(
-                0, 256, (NUM_BLOCKS, PAGE_BYTES), dtype=torch.uint8, generator=random
-            ).view(NUM_BLOCKS, 2, 2, 2, 4)
-            for _ in range(NUM_LAYERS)
-        ]
-        self.copies = HookedCopies(self.records, self.layers)
-        self.pipeline = LayerPipeline(
-            lanes,
-            LaneCopies(self.copies, self.copies, self.copies),
-            group_size=group_size,
-            window_bytes=window_bytes,
-            deadline_s=deadline_s,
-            watch=ClockStopwatch(lambda: 0.0),
-        )
-        self.was_records = self.records.clone()
-        self.was_layers = [layer.clone() for layer in self.layers]
-
-    def is_loaded(self, layer: int, runs: Sequence[Run]) -> bool:
-        rows = self.layers[layer].view(NUM_BLOCKS, PAGE_BYTES)
-        return all(torch.equal(rows[b : b + n], self.records[r : r + n, layer]) for r, b, n in runs)
-
-    def is_untouched(self, blocks: Sequence[int]) -> bool:
-        return all(
-            torch.equal(now[block], was[block])
-            for now, was in zip(self.layers, self.was_layers, strict=True)
-            for block in blocks
-        )
-
-    def is_saved(self, runs: Sequence[Run]) -> bool:
-        return all(self.is_loaded(layer, runs) for layer in range(NUM_LAYERS))
-
-    def finish(self, transfer: FedTransfer) -> None:
-        """Poll until it is done, which takes a bounded number of times."""
-        for _ in range(10_000):
-            if transfer.is_done:
-                return
-            self.pipeline.poll()
-            if transfer.last_gate is not None:
-                transfer.last_gate.wait(PATIENCE_S)
-        raise AssertionError("it never ends")
-
-
-def blocks_of(runs: Sequence[Run]) -> set[int]:
-    return {block + i for _, block, count in runs for i in range(count)}
 
 
 @st.composite
@@ -114,7 +53,7 @@ policies = st.sampled_from(["seed", "eager", "lazy"])
 def test_each_layer_is_there_when_its_wait_returns(
     seed: int, policy: str, parts: list[list[Run]], group_size: int, num_polls: int
 ) -> None:
-    kit = Kit(VirtualLanes(seed, policy), group_size=group_size)
+    kit = LanesKit(VirtualLanes(seed, policy), group_size=group_size)
     load = kit.pipeline.submit_load(parts, 1)
     for layer in range(NUM_LAYERS):
         for _ in range(num_polls):
@@ -133,7 +72,7 @@ def test_each_layer_is_there_when_its_wait_returns(
 
 
 def test_threads_do_the_same() -> None:
-    kit = Kit(ThreadLanes())
+    kit = LanesKit(ThreadLanes())
     parts = [[(0, 5, 3), (7, 20, 2)], [(3, 9, 4)]]
     load = kit.pipeline.submit_load(parts, 1)
     bulk = kit.pipeline.submit_bulk([(10, 1, 4)])
@@ -164,7 +103,7 @@ def test_threads_do_the_same() -> None:
 def test_a_copy_that_fails_fails_its_part_alone(
     seed: int, policy: str, layer: int, bad: int
 ) -> None:
-    kit = Kit(VirtualLanes(seed, policy))
+    kit = LanesKit(VirtualLanes(seed, policy))
     parts: list[list[Run]] = [[(0, 1, 2)], [(4, 8, 3)], [(9, 20, 1)]]
 
     def fail(at: int, runs: Runs) -> None:
@@ -186,7 +125,7 @@ def test_a_copy_that_fails_fails_its_part_alone(
 
 
 def test_runs_that_do_not_fit_fail_their_part_and_copy_nothing_of_it() -> None:
-    kit = Kit(VirtualLanes(0))
+    kit = LanesKit(VirtualLanes(0))
     load = kit.pipeline.submit_load([[(0, 1, 2), (23, 5, 2)], [(4, 8, 1)]], 1)
     kit.pipeline.finish_step()
     assert isinstance(load.errors[0], ConnectorError)
@@ -202,21 +141,8 @@ def is_done(load: PipelinedLoad) -> bool:
     return load.is_done
 
 
-def block_lane(lane: Lane) -> threading.Event:
-    """Keep the lane busy until the event is set."""
-    let_go, has_begun = threading.Event(), threading.Event()
-
-    def work() -> None:
-        has_begun.set()
-        assert let_go.wait(PATIENCE_S)
-
-    lane.submit(work)
-    assert has_begun.wait(PATIENCE_S)
-    return let_go
-
-
 def test_a_load_that_does_not_come_in_time_is_given_up_and_writes_no_more() -> None:
-    kit = Kit(ThreadLanes(), deadline_s=0.01)
+    kit = LanesKit(ThreadLanes(), deadline_s=0.01)
     let_go = block_lane(kit.pipeline._lane)
     load = kit.pipeline.submit_load([[(0, 1, 2)], [(4, 8, 1)]], 1)
     kit.pipeline.wait(0)
@@ -229,7 +155,7 @@ def test_a_load_that_does_not_come_in_time_is_given_up_and_writes_no_more() -> N
 
 
 def test_bulk_loads_and_saves_that_fail_stop_and_say_why() -> None:
-    kit = Kit(VirtualLanes(0, "lazy"), window_bytes=4 * PAGE_BYTES)
+    kit = LanesKit(VirtualLanes(0, "lazy"), window_bytes=4 * PAGE_BYTES)
 
     def fail(layer: int, runs: Runs) -> None:
         if layer == 2:
@@ -253,7 +179,7 @@ def test_bulk_loads_and_saves_that_fail_stop_and_say_why() -> None:
 )
 def test_numbers_out_of_range_are_refused(wrong: dict[str, int]) -> None:
     with pytest.raises(ConfigError, match="must be at least 1"):
-        Kit(VirtualLanes(0), **wrong)
+        LanesKit(VirtualLanes(0), **wrong)
 
 
 # ---------------------------------------------------------------- windows
@@ -263,7 +189,7 @@ def test_numbers_out_of_range_are_refused(wrong: dict[str, int]) -> None:
 @given(seed=st.integers(0, 2**32), window=st.integers(1, 30), saves=st.booleans())
 def test_no_more_than_a_window_is_queued(seed: int, window: int, saves: bool) -> None:
     lanes = VirtualLanes(seed)
-    kit = Kit(lanes, window_bytes=window * PAGE_BYTES)
+    kit = LanesKit(lanes, window_bytes=window * PAGE_BYTES)
     feeder = kit.pipeline._store if saves else kit.pipeline._bulk
     submit = kit.pipeline.submit_save if saves else kit.pipeline.submit_bulk
     slice_bytes = max(PAGE_BYTES, window * PAGE_BYTES // 4)
@@ -282,7 +208,7 @@ def test_no_more_than_a_window_is_queued(seed: int, window: int, saves: bool) ->
 
 def test_nothing_is_fed_while_a_step_waits_for_its_own_load() -> None:
     lanes = VirtualLanes(0, "lazy", polls_per_work=1_000_000)
-    kit = Kit(lanes)
+    kit = LanesKit(lanes)
     load = kit.pipeline.submit_load([[(0, 1, 2)]], 1)
     save, bulk = kit.pipeline.submit_save([(9, 9, 1)]), kit.pipeline.submit_bulk([(5, 5, 1)])
     assert (save.num_fed, bulk.num_fed) == (0, 0)
@@ -309,7 +235,7 @@ def test_nothing_is_fed_while_a_step_waits_for_its_own_load() -> None:
 def test_after_a_fence_the_blocks_are_read_no_more(
     seed: int, policy: str, num_polls: int, window: int
 ) -> None:
-    kit = Kit(VirtualLanes(seed, policy), window_bytes=window * PAGE_BYTES)
+    kit = LanesKit(VirtualLanes(seed, policy), window_bytes=window * PAGE_BYTES)
     runs = [(0, 3, 6)]
     save = kit.pipeline.submit_save(runs)
     other = kit.pipeline.submit_save([(10, 20, 2)])
@@ -334,7 +260,7 @@ def test_after_a_fence_the_blocks_are_read_no_more(
 @pytest.mark.parametrize("submit", ["load", "bulk", "save"])
 @pytest.mark.parametrize("policy", ["eager", "lazy"])
 def test_closing_in_the_middle_ends_everything(submit: str, policy: str) -> None:
-    kit = Kit(VirtualLanes(0, policy, polls_per_work=50), window_bytes=4 * PAGE_BYTES)
+    kit = LanesKit(VirtualLanes(0, policy, polls_per_work=50), window_bytes=4 * PAGE_BYTES)
     runs = [(0, 1, 8)]
     if submit == "load":
         load = kit.pipeline.submit_load([runs], 1)
@@ -355,7 +281,7 @@ def test_closing_in_the_middle_ends_everything(submit: str, policy: str) -> None
 
 
 def test_closing_gives_up_on_a_lane_that_hangs() -> None:
-    kit = Kit(ThreadLanes())
+    kit = LanesKit(ThreadLanes())
     let_go = block_lane(kit.pipeline._store.lane)
     save = kit.pipeline.submit_save([(0, 1, 8)])
     assert not kit.pipeline.close(0.01)
@@ -367,8 +293,8 @@ def test_closing_gives_up_on_a_lane_that_hangs() -> None:
 
 def test_it_tells_ways_bytes_and_time() -> None:
     now = iter(range(100))
-    kit = Kit(VirtualLanes(0, "eager"))
-    kit.pipeline._store._watch = kit.pipeline.watch = ClockStopwatch(lambda: float(next(now)))
+    kit = LanesKit(VirtualLanes(0, "eager"))
+    kit.pipeline._store.watch = kit.pipeline.watch = ClockStopwatch(lambda: float(next(now)))
     save = kit.pipeline.submit_save([(0, 1, 8)])
     stats = save.stats
     assert (stats.num_bytes, stats.seconds) == (8 * NUM_LAYERS * PAGE_BYTES, 1.0)

@@ -257,9 +257,12 @@ def test_a_failed_load_beside_the_steps_is_invalid_when_it_is_received(
 def test_a_failed_save_is_reported_as_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     fail_blocks(monkeypatch, 1, 5)
     kit = Kit(VirtualLanes(0, "eager"))
-    *_, report = kit.step(saves=(Save(1, run(0, 5)), Save(2, run(1, 6))))
-    assert report.copied == {2}
-    assert report.failed == {1}
+    *_, report = kit.step(saves=(Save(1, run(0, 5)),))
+    assert (list(report.copied), list(report.failed)) == ([], [1])
+    *_, report = kit.step(saves=(Save(2, run(1, 6)), Save(3, run(NUM_RECORDS, 7))))
+    assert (list(report.copied), list(report.failed)) == ([2], [3])
+    *_, report = kit.step(saves=(Save(4, run(0, 5)), Save(5, run(1, 6))))  # they share a copy
+    assert (list(report.copied), sorted(report.failed)) == ([], [4, 5])
 
 
 def test_orders_that_do_not_fit_fail_by_themselves() -> None:

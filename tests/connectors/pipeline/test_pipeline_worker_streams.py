@@ -165,7 +165,7 @@ seeds = st.integers(0, 2**32)
 @pytest.fixture
 def one_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     """A load by layer is submitted as late as can be."""
-    monkeypatch.setattr(layer_pipeline, "GROUPS_AHEAD", 1)
+    monkeypatch.setattr(layer_pipeline, "AHEAD_BYTES", 1)
 
 
 @pytest.mark.usefixtures("one_ahead")
@@ -226,6 +226,17 @@ def test_a_load_by_layer_is_submitted_as_its_step_comes_along() -> None:
     kit.step()
     kit.device.drain()
     assert kit.saw_all(RUNS)
+
+
+@pytest.mark.parametrize("num_layers", range(1, NUM_LAYERS + 1))
+def test_so_many_bytes_are_submitted_ahead(
+    num_layers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer_bytes = sum(count for *_, count in RUNS) * PAGE_BYTES
+    monkeypatch.setattr(layer_pipeline, "AHEAD_BYTES", num_layers * layer_bytes - 1)
+    load = Kit().pipeline.submit_load([RUNS], 7, by_layer=True)
+    assert load.stats.num_bytes >= num_layers * layer_bytes
+    assert load.stats.num_bytes <= (num_layers + 1) * layer_bytes, "a group has two layers"
 
 
 @pytest.mark.usefixtures("one_ahead")
