@@ -104,8 +104,9 @@ class KVConnectorBase_V1(ABC):  # noqa: N801 - the protocol's name
     """Brings KV from elsewhere and takes it there. See the module's docstring.
 
     Beside vLLM's protocol there are extensions, all of which a connector may leave alone: `lanes`,
-    `get_layer_gates`, `get_compute_end`, `default_load_failure_policy`, and what `interlace check`
-    is told by `kv_is_synthetic`, `check_setup`, `store_fault_kinds` and `inject_store_fault`.
+    `get_layer_gates`, `get_compute_end`, `KVConnectorMetadata.is_idle`,
+    `default_load_failure_policy`, and what `interlace check` is told by `kv_is_synthetic`,
+    `check_setup`, `store_fault_kinds` and `inject_store_fault`.
     """
 
     kv_is_synthetic: bool = False
@@ -386,7 +387,8 @@ class KVConnectorBase_V1(ABC):  # noqa: N801 - the protocol's name
         """What the worker side needs for this step, at the end of every `schedule()`.
 
         Must not change `scheduler_output`, nor return None. `request.num_computed_tokens` does
-        not count this step yet. An exception ends the engine.
+        not count this step yet. An exception ends the engine. Where the answer `is_idle`, the
+        worker side's hooks of the step are not called: see `KVConnectorMetadata`.
         """
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:  # noqa: B027

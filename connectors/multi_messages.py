@@ -36,6 +36,11 @@ class MultiMetadata(KVConnectorMetadata):
     holds: Mapping[str, Hold]
     """Requests that ended since the step before and are held, by id."""
 
+    @property
+    def is_idle(self) -> bool:
+        """See `KVConnectorMetadata`: whether all children are."""
+        return not (self.loads or self.holds) and all(part.is_idle for part in self.parts)
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MultiWorkerMetadata(KVConnectorWorkerMetadata):

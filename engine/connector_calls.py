@@ -6,7 +6,6 @@ the scheduler's to decide. Loop thread, never awaits. Knows no queue and no bloc
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from typing import Any, NamedTuple
 
@@ -176,7 +175,14 @@ class ConnectorCalls:
                 f"{self.name}.build_connector_meta returned {metadata!r}; "
                 "return a KVConnectorMetadata in every step."
             )
-        return dataclasses.replace(output, kv_connector_metadata=metadata)
+        if metadata.is_idle and (output.loading_block_ids or output.async_loading_req_ids):
+            raise ConnectorError(
+                f"{self.name}.build_connector_meta says that its worker side is idle in a step that"
+                " loads; is_idle must be False there."
+            )
+        # Nobody else has the message yet, and `dataclasses.replace` takes longer than most hooks.
+        object.__setattr__(output, "kv_connector_metadata", metadata)
+        return output
 
     def report(self, connector_output: KVConnectorOutput) -> None:
         """Hand over what the worker side reported. Raises: `ConnectorError`."""

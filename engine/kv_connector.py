@@ -30,8 +30,16 @@ class KVConnectorRole(enum.Enum):
     """On the device thread, beside the runner."""
 
 
-class KVConnectorMetadata(ABC):  # noqa: B024 - a marker: each connector has fields of its own
+class KVConnectorMetadata(ABC):  # noqa: B024 - each connector has fields of its own
     """What a connector's scheduler side tells its worker side, once a step."""
+
+    @property
+    def is_idle(self) -> bool:
+        """An extension of the protocol: whether the worker side has nothing to do in this step, and
+        nothing under way of which to report. Then none of its hooks is called for the step, and it
+        never sees these metadata. Not in a step that loads. No, unless a connector says otherwise.
+        """
+        return False
 
 
 class KVConnectorHandshakeMetadata(ABC):  # noqa: B024 - a marker, as above

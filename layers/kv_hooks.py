@@ -8,7 +8,8 @@
     collect:       get_finished, get_block_ids_with_load_errors, statistics, events, worker
                    metadata, clear
 
-A step without tokens runs `no_forward`: the same without layers and without `wait_for_save`. Device
+A step in which the connector says that its worker side is idle calls none of them. A step without
+tokens runs `no_forward`: the same without layers and without `wait_for_save`. Device
 thread. Knows no connector by name.
 """
 
@@ -79,6 +80,7 @@ class KVHooks:
         self._call: Callable[..., Any] = functools.partial(call_hook, connector)
         self._layers = {name: _layer(name, pages) for name, pages in layers.items()}
         self._context = ForwardContext(self._layers, None)  # of the step
+        self._is_idle = False  # the connector, in this step: see `KVConnectorMetadata.is_idle`
         self._failed_blocks: frozenset[int] = frozenset()
         self._num_blocks = len(next(iter(layers.values())))
         if cross_layers is None:
@@ -119,6 +121,9 @@ class KVHooks:
 
     def handle_preemptions(self, output: SchedulerOutput) -> None:
         """Let the connector finish reading what this step hands on. Raises: `ConnectorError`."""
+        self._is_idle = output.kv_connector_metadata.is_idle
+        if self._is_idle:
+            return
         self._call("handle_preemptions", output.kv_connector_metadata)
 
     def pre_forward(
@@ -136,6 +141,8 @@ class KVHooks:
         their blocks invalid, and is logged.
         """
         self._failed_blocks = frozenset()
+        if self._is_idle:
+            return
         self._call("bind_connector_metadata", output.kv_connector_metadata)
         self._context = ForwardContext(self._layers, make_metadata, mode)
         if output.loading_block_ids and not output.async_loading_req_ids:
@@ -154,13 +161,16 @@ class KVHooks:
 
     def post_forward(self) -> None:
         """The forward is queued: let the connector finish with the pages it reads."""
-        self._call("wait_for_save")
+        if not self._is_idle:
+            self._call("wait_for_save")
 
     def collect(self, output: SchedulerOutput) -> KVConnectorOutput | None:
         """What the connector reports with this step, after every hook that may add to it.
 
         None if it has nothing to say. Raises: `ConnectorError`.
         """
+        if self._is_idle:
+            return None
         ended = self._call("get_finished", set(output.finished_req_ids))
         match ended:
             case (Set() | None as sending, Set() | None as recving) if all(
@@ -209,7 +219,7 @@ class KVHooks:
         None if the connector says that it has no metadata: then it is left alone, as the protocol
         has it.
         """
-        if not self._call("has_connector_metadata"):
+        if self._is_idle or not self._call("has_connector_metadata"):
             return None
         context, layers = self._context, list(self._layers.items())
 

@@ -7,6 +7,7 @@ Nothing else is changed: a request takes the way that `load_mode` would have for
 
 from __future__ import annotations
 
+import dataclasses
 import time
 
 from interlace.bench.connector_option import take_option
@@ -23,6 +24,7 @@ from interlace.engine.kv_connector import (
 )
 from interlace.engine.ports import Lanes
 from interlace.engine.request import Request
+from interlace.engine.scheduler_output import SchedulerOutput
 
 METER = "meter"
 """Key of the meter among the connector's options."""
@@ -60,6 +62,13 @@ class MeteredPipelineConnector(PipelineConnector):
         if self._scheduler.load_mode != self._meter.load_mode:
             self._scheduler.load_mode = self._meter.load_mode
         return super().get_num_new_matched_tokens(request, num_computed_tokens)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> PipelineMetadata:
+        """As in `PipelineConnector`; while the meter is on, it sees every step."""
+        metadata = super().build_connector_meta(scheduler_output)
+        if metadata.is_idle and self._meter.is_on:
+            return dataclasses.replace(metadata, is_idle=False)
+        return metadata
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """As in `PipelineConnector`; by now the step's sampling was queued."""

@@ -123,6 +123,10 @@ class CallOrder(Detector):
         self._watch.evidence["steps"] += 1
 
     def _check_step(self, output: SchedulerOutput, rank: int, so_far: list[str]) -> None:
+        if output.kv_connector_metadata.is_idle:
+            if so_far:
+                self._add(f"{', '.join(so_far)} ran in step {output.step_id}, which is idle.")
+            return
         has_tokens = output.total_num_scheduled_tokens > 0
         optional = {"layers", "wait_for_save"} if not has_tokens else {"layers"}
         wanted = [hook for hook in _STEP if hook not in optional]

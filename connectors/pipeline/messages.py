@@ -93,9 +93,11 @@ class PipelineMetadata(KVConnectorMetadata):
     """Loads of earlier steps whose blocks this step hands on: as with `fences`, and nothing is
     reported of them but their end in `loaded`."""
     num_tokens: int = 0
-    """As in `StepSample`; 0 if the step is not to be a sample."""
-    num_context_tokens: int = 0
-    """Likewise."""
+    """That the step computes."""
+    timed_context_tokens: int | None = None
+    """`num_context_tokens` of the `StepSample` that the step is to become; None if it is not."""
+    is_idle: bool = False
+    """See `KVConnectorMetadata`."""
 
     @property
     def loads_within_step(self) -> bool:

@@ -108,6 +108,11 @@ class SavePlanner:
         orders, self._orders = self._orders, SaveOrders()
         return orders
 
+    @property
+    def has_orders(self) -> bool:
+        """Whether there is something to tell the worker side, or to hear from it."""
+        return bool(self._open or self._orders.release or self._orders.fences)
+
     # ---------------------------------------------------------------- planning
 
     def plan(self, tracked: Tracked, num_filled: int) -> None:

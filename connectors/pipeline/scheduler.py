@@ -22,6 +22,7 @@ from interlace.connectors.pipeline.options import LoadMode
 from interlace.connectors.pipeline.planner import SavePlanner, Tracked
 from interlace.connectors.pipeline.rates import Forecast, LoadRate, StepTimes, Way, choose_way
 from interlace.connectors.pipeline.sched_runs import record_runs
+from interlace.connectors.pipeline.sched_samples import TimedSteps
 from interlace.connectors.pipeline.sched_split import PlannedStep, Split, balance
 from interlace.connectors.pipeline.sched_stats import Counter, PipelineStats
 from interlace.connectors.step_tables import computed_before, follow_blocks
@@ -102,6 +103,7 @@ class PipelineScheduler:
         self._record_bytes = handshake.record_bytes
         self._load_rate = LoadRate(handshake.load_bytes_per_s)
         self._step_times = StepTimes()
+        self._timed_steps = TimedSteps(settings.max_inflight_steps)
         self._counter = Counter()
         self._planner = SavePlanner(self.index, self._counter)
         self._requests: dict[str, Tracked] = {}
@@ -297,12 +299,20 @@ class PipelineScheduler:
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> PipelineMetadata:
         """The step's orders."""
-        follow_blocks(scheduler_output, self._requests)
-        for request_id in scheduler_output.preempted_req_ids & self._requests.keys():
+        preempted = scheduler_output.preempted_req_ids
+        if self._settings.may_save or preempted:  # else blocks that come later are never asked for
+            follow_blocks(scheduler_output, self._requests)
+        for request_id in preempted & self._requests.keys() if preempted else ():
             self._planner.fence(self._requests[request_id])
             self._lose_load(self._requests[request_id])
         if self._splits or self._settings.may_save:
             self._follow_computed(scheduler_output)
+        num_tokens = scheduler_output.total_num_scheduled_tokens
+        is_timed = self._timed_steps.choose(num_tokens)
+        if not (is_timed or self._timed_steps.expects_report or self._has_orders):
+            return PipelineMetadata(
+                step_id=scheduler_output.step_id, num_tokens=num_tokens, is_idle=True
+            )
         orders = self._planner.take_orders()
         loads, self._loads = self._loads, []
         shares, self._shares = self._shares, []
@@ -315,8 +325,15 @@ class PipelineScheduler:
             release=frozenset(orders.release),
             shares=tuple(shares),
             lost_loads=frozenset(lost_loads),
-            num_tokens=scheduler_output.total_num_scheduled_tokens,
-            num_context_tokens=_num_computed_before(scheduler_output),
+            num_tokens=num_tokens,
+            timed_context_tokens=_num_computed_before(scheduler_output) if is_timed else None,
+        )
+
+    @property
+    def _has_orders(self) -> bool:
+        """Whether the worker side is to do something, or has something under way."""
+        return bool(
+            self._open_loads or self._shares or self._lost_loads or self._planner.has_orders
         )
 
     def _follow_computed(self, output: SchedulerOutput) -> None:

@@ -66,7 +66,7 @@ class PipelineWorker:
         self._window_bytes = window_bytes
         self._beside_bytes = self._hurried_bytes = window_bytes
         self._opened: _Opened | None = None
-        self._begun: PipelineMetadata | None = None
+        self._begun_step = 0
         self._has_forward = False  # of this step
         self._unsent: tuple[Save, ...] = ()  # saves of this step, until its forward is queued
         self._step_loads: list[_StepLoad] = []
@@ -157,11 +157,11 @@ class PipelineWorker:
     def start(self, metadata: PipelineMetadata, *, by_layer: bool = False) -> None:
         """Begin a step, unless it has begun: queue its loads. `by_layer`: its layers will come by
         `wait_for_layer`."""
-        if metadata is self._begun:
+        if metadata.step_id == self._begun_step:
             return
         opened = self._open
         self._send_saves()  # of the step before, if its forward was never told of
-        self._begun = metadata
+        self._begun_step = metadata.step_id
         self._has_forward = False
         self._unsent = metadata.saves
         self._sent |= metadata.release
@@ -177,10 +177,10 @@ class PipelineWorker:
         for share in metadata.shares:
             self._follow(share)
         opened.pipeline.poll()
-        if within or not metadata.num_tokens:
+        if within or metadata.timed_context_tokens is None:
             opened.sampler.forget()
         else:
-            opened.sampler.begin(metadata.num_tokens, metadata.num_context_tokens)
+            opened.sampler.begin(metadata.num_tokens, metadata.timed_context_tokens)
 
     def _start_bulk(self, load: Load) -> None:
         pipeline = self._open.pipeline

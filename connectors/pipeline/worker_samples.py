@@ -1,8 +1,7 @@
-"""How long the device computes for each step, learnt without waiting for it. Device thread."""
+"""How long the device computes for a step, learnt without waiting for it. Device thread."""
 
 from __future__ import annotations
 
-import collections
 from collections import deque
 from typing import Any, NamedTuple
 
@@ -11,10 +10,6 @@ from interlace.connectors.pipeline.worker_times import Stopwatch
 
 _MOST_PENDING = 16
 """Steps whose end was not seen yet: older ones are forgotten."""
-_ALL_OF_THE_FIRST = 8
-_ONE_OF = 16
-"""Marks cost a step that loads nothing as much as all else here: of each power of two of tokens the
-first steps are sampled, and then one of so many."""
 
 
 class _Open(NamedTuple):
@@ -31,15 +26,10 @@ class StepSampler:
         self._watch = watch
         self._begun: _Open | None = None
         self._pending: deque[_Open] = deque(maxlen=_MOST_PENDING)
-        self._num_seen = collections.Counter[int]()
 
     def begin(self, num_tokens: int, num_context_tokens: int) -> None:
         """The forward of such a step is queued from now on."""
-        size = num_tokens.bit_length()
-        number = self._num_seen[size]
-        self._num_seen[size] = number + 1
-        if number < _ALL_OF_THE_FIRST or number % _ONE_OF == 0:
-            self._begun = _Open(num_tokens, num_context_tokens, self._watch.mark(), None)
+        self._begun = _Open(num_tokens, num_context_tokens, self._watch.mark(), None)
 
     def forget(self) -> None:
         """The step tells nothing: it loads within itself, or has no forward."""

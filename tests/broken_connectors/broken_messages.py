@@ -71,10 +71,30 @@ class SendsNoMetadata(MemoryConnector):
         return metadata if metadata.loads or metadata.saves else None  # type: ignore[return-value]
 
 
+class SaysIdleTooSoon(MemoryConnector):
+    """Thinks that its worker side has nothing to do where it is told nothing new, although copies
+    are on their way."""
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> MemoryMetadata:
+        metadata = super().build_connector_meta(scheduler_output)
+        is_idle = metadata == MemoryMetadata()
+        return dataclasses.replace(metadata, is_idle=is_idle)
+
+
+class IsAlwaysIdle(MemoryConnector):
+    """Spares its worker side all hooks, in steps that load too."""
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> MemoryMetadata:
+        metadata = super().build_connector_meta(scheduler_output)
+        return dataclasses.replace(metadata, is_idle=True)
+
+
 BROKEN = [
     Broken(MutatesTheOutput, "output-not-mutated", seen_in="tokens-hit"),
     Broken(NeverResetsThePlan, "plan-reset"),
     Broken(RepeatsSaves, "saves-fenced"),
     Broken(KeepsMetadata, "metadata-cleared", seen_in="tokens-cold"),
     Broken(SendsNoMetadata, "answers-lawful", seen_in="tokens-cold"),
+    Broken(SaysIdleTooSoon, "idle-at-the-end", seen_in="shared-prefix"),
+    Broken(IsAlwaysIdle, "promises-kept", seen_in="tokens-hit"),
 ]

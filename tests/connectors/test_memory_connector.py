@@ -74,7 +74,7 @@ class World:
             self.worker_side,
         )
         if save_async:
-            paint_after_fences(self.stepper.runner, self.worker_side)
+            paint_after_fences(self.stepper.runner)
 
     def run(self, *requests: Request) -> None:
         """To the end, where nothing is left and all answers are right."""

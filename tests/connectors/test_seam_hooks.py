@@ -11,6 +11,7 @@ from scheduling import ManualClock, Stepper, launched, make_scheduler
 
 from interlace.connectors import SupportsHMA
 from interlace.connectors.conformance import Async, Rule, Script, ScriptedConnector, Sync
+from interlace.connectors.conformance.scripted_metadata import ScriptedMetadata
 from interlace.engine.connector_calls import SLOW_HOOK_S, ConnectorCalls
 from interlace.engine.errors import ConnectorError
 from interlace.engine.kv_connector import KVConnectorRole
@@ -77,6 +78,42 @@ def test_b53_each_layer_waits_and_saves_once_in_each_forward(depth: int) -> None
     assert script.count("wait_for_layer_load") == script.count("save_kv_layer") == num_forwards
     assert script.count("wait_for_save") == num_forwards
     assert_right(stepper, request)
+
+
+def say_idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let scripted connectors say so in every step."""
+    monkeypatch.setattr(ScriptedMetadata, "is_idle", True)
+
+
+@both_depths
+def test_an_idle_step_calls_no_hook_of_the_worker_side(
+    depth: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = Script(default=NOTHING)
+    say_idle(monkeypatch)
+    stepper, _ = connected_stepper(script, depth=depth, max_num_batched_tokens=3)
+    registering = set(script.hooks())
+    request = stepper.add(list(range(10)), max_tokens=4)
+    while stepper.launch() or stepper.inflight:
+        stepper.apply()
+    assert_right(stepper, request)
+    assert set(script.hooks()) - registering == {
+        "get_num_new_matched_tokens",
+        "update_state_after_alloc",
+        "build_connector_meta",
+        "request_finished",
+        "get_kv_connector_stats",
+        "take_events",
+    }
+
+
+@pytest.mark.parametrize("load", [Sync(4), Async(4)])
+def test_a_step_that_loads_is_not_idle(load: Sync | Async, monkeypatch: pytest.MonkeyPatch) -> None:
+    stepper, _ = connected_stepper(Script(default=Rule(answers=(load,))))
+    say_idle(monkeypatch)
+    stepper.add(list(range(10)))
+    with pytest.raises(ConnectorError, match="is_idle must be False there"):
+        stepper.launch()
 
 
 @both_depths

@@ -534,7 +534,10 @@ class WorkerKit:
         """(received, invalid, report)."""
         self.step_id += 1
         metadata = PipelineMetadata(
-            self.step_id, num_tokens=num_tokens, num_context_tokens=10 * num_tokens, **orders
+            self.step_id,
+            num_tokens=num_tokens,
+            timed_context_tokens=10 * num_tokens if num_tokens else None,
+            **orders,
         )
         self.worker.handle_preemptions(metadata)
         self.worker.start(metadata)

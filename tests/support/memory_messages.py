@@ -47,6 +47,8 @@ class MemoryMetadata(KVConnectorMetadata):
     """Requests whose blocks this step may hand on."""
     held: frozenset[str] = frozenset()
     """Of the ended requests that the step tells of, those whose end of sending is awaited."""
+    is_idle: bool = False
+    """See `KVConnectorMetadata`."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from interlace.engine.block_pool import KVCacheBlock
-from interlace.engine.kv_connector import KVConnectorHandshakeMetadata, KVConnectorMetadata
+from interlace.engine.kv_connector import KVConnectorHandshakeMetadata
 from interlace.engine.outputs import ModelRunnerOutput
 from interlace.engine.ports import PendingStep, WorkerConnector
 from interlace.engine.scheduler import Scheduler
@@ -204,16 +204,18 @@ def paint_when_reused(scheduler: Scheduler, runner: PagedOracleRunner) -> None:
     pool.get_new_blocks = painting  # type: ignore[method-assign]
 
 
-def paint_after_fences(runner: PagedOracleRunner, worker: WorkerConnector) -> None:
+def paint_after_fences(runner: PagedOracleRunner) -> None:
     """Let blocks be painted when the step that hands them on has been told to
     `handle_preemptions`: until then a copy beside the steps may read them."""
     to_paint: list[KVCacheBlock] = []
-    paint, fence = runner.paint, worker.handle_preemptions
+    hooks = runner.hooks
+    assert hooks is not None, "there is a connector"
+    paint, fence = runner.paint, hooks.handle_preemptions
 
-    def fence_and_paint(metadata: KVConnectorMetadata) -> None:
-        fence(metadata)
+    def fence_and_paint(output: SchedulerOutput) -> None:
+        fence(output)
         paint(to_paint)
         to_paint.clear()
 
     vars(runner)["paint"] = to_paint.extend
-    vars(worker)["handle_preemptions"] = fence_and_paint
+    vars(hooks)["handle_preemptions"] = fence_and_paint

@@ -83,7 +83,7 @@ class LoadRig:
         def rigged_start(
             worker: PipelineWorker, metadata: PipelineMetadata, *, by_layer: bool = False
         ) -> None:
-            if metadata is not worker._begun:
+            if metadata.step_id != worker._begun_step:
                 rig._note_and_poison(metadata, rig._pages[worker])
             start(worker, metadata, by_layer=by_layer)
 

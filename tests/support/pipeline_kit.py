@@ -128,7 +128,7 @@ class RiggedWorker(PipelineWorker):
 
     def start(self, metadata: PipelineMetadata, *, by_layer: bool = False) -> None:
         rig = self._rig
-        if metadata is not self._begun:
+        if metadata.step_id != self._begun_step:
             within = [load for load in metadata.loads if not load.is_async]
             rig.most_at_once = max(rig.most_at_once, len(within))
             for load in metadata.loads:

@@ -204,7 +204,7 @@ def make_both(
         ),
         worker,
     )
-    paint_after_fences(stepper.runner, worker)
+    paint_after_fences(stepper.runner)
     return Both(stepper, connector, worker)
 
 

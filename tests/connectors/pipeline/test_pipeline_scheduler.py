@@ -26,6 +26,7 @@ from interlace.connectors.pipeline.messages import (
     ShareReport,
     StepSample,
 )
+from interlace.connectors.pipeline.sched_samples import TimedSteps
 from interlace.connectors.pipeline.sched_stats import PipelineStats
 from interlace.connectors.pipeline_connector import PipelineConnector
 from interlace.engine.config import EngineConfig, KVRole, KVTransferConfig, ModelConfig
@@ -356,7 +357,7 @@ def make_world(
     stepper = Stepper(
         make_scheduler(connector=connector, failure_policy=policy, **scheduler), worker
     )
-    paint_after_fences(stepper.runner, worker)
+    paint_after_fences(stepper.runner)
     return World(stepper, connector, worker)
 
 
@@ -813,3 +814,48 @@ def test_random_traffic(load_mode: str, depth: int, seed: int) -> None:
         if draw.random() < 0.2:
             world.stepper.scheduler.reset_prefix_cache(reset_connector=draw.random() < 0.3)
     world.run(*(r for r in requests if r.status is not RequestStatus.FINISHED_ABORTED))
+
+
+# -------------------------------------------------------------------- idle steps
+
+
+def test_the_first_steps_of_a_size_are_timed_and_then_one_of_sixteen() -> None:
+    timed = TimedSteps(max_inflight_steps=1)
+    chosen = [i for i in range(64) if timed.choose(2 + i % 2)]
+    assert chosen == [*range(8), 16, 32, 48]
+    assert timed.choose(4), "the first one of that size"
+    assert not timed.choose(0)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_report_on_a_timed_step_is_expected_for_as_long_as_steps_are_in_flight(
+    depth: int,
+) -> None:
+    timed = TimedSteps(depth)
+    expected = [timed.expects_report]
+    for num_tokens in (1, 0, 0, 0, 0):
+        timed.choose(num_tokens)
+        expected.append(timed.expects_report)
+    assert expected == [False, *[True] * (depth + 1), *[False] * (4 - depth)]
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_steps_without_orders_are_idle_unless_they_are_timed(depth: int) -> None:
+    world = make_world(load_mode="layerwise", role="kv_consumer", depth=depth)
+    request = world.stepper.add(prompt_of(9), max_tokens=60)
+    world.run(request)
+    told = world.worker.metadata
+    timed = [one for one in told if one.timed_context_tokens is not None]
+    assert 8 <= len(timed) <= 16
+    assert len(told) <= 10 + (depth + 2) * 4, "of the first ones, and of every sixteenth"
+    assert [one.timed_context_tokens for one in timed[:4]] == [0, 9, 10, 11]
+
+
+def test_no_step_is_idle_while_a_save_is_open() -> None:
+    world = make_world()
+    world.worker.is_stuck = True
+    world.stepper.add(prompt_of(9), max_tokens=40)
+    for _ in range(40):
+        world.stepper.step()
+    assert len(world.worker.metadata) == 40
+    world.worker.is_stuck = False
