@@ -7,19 +7,21 @@ own options.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from interlace.bench.connector_option import take_option
 from interlace.bench.step_trace_tape import TAPE, StepTape
 from interlace.connectors.pipeline.layer_pipeline import LaneCopies, LayerPipeline
-from interlace.connectors.pipeline.records import HostRecords
+from interlace.connectors.pipeline.options import PipelineOptions
+from interlace.connectors.pipeline.worker import PipelineWorker
 from interlace.connectors.pipeline.worker_feeder import Copies
 from interlace.connectors.pipeline_connector import PipelineConnector
 from interlace.engine.config import EngineConfig
 from interlace.engine.errors import ConfigError
 from interlace.engine.kv_connector import KVCacheConfig, KVConnectorRole
-from interlace.layers.page_copies import Copied, PageCopies, Run, Runs
+from interlace.engine.ports import Lanes
+from interlace.layers.page_copies import Copied, Run, Runs
 
 if TYPE_CHECKING:
     import torch
@@ -41,24 +43,18 @@ class TapedPipelineConnector(PipelineConnector):
         super().__init__(config, role, kv_cache_config)
         self._places: dict[str, int] = {}
 
+    def _make_worker_side(self) -> None:
+        self._worker_side = _TapedWorker(self.options, self.lanes, self._tape)
+
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """As the base class, with a load lane whose copies are noted.
 
         Raises: also `ConfigError` for pages on a GPU.
         """
-        layers = list(kv_caches.values())
-        first = layers[0]
-        if first.device.type != "cpu":
+        if next(iter(kv_caches.values())).device.type != "cpu":
             raise ConfigError("TapedPipelineConnector is for CPUs: profile the device instead.")
-        page_bytes = first[0].numel() * first.itemsize
-        records = HostRecords.allocate(
-            self.options.host_bytes, (len(layers), page_bytes), first.device
-        )
-        load, bulk, store = (PageCopies(records.tensor, layers) for _ in LaneCopies._fields)
-        copies = LaneCopies(_TapedCopies(load, self._tape), bulk, store)
-        pipeline = LayerPipeline(self.lanes, copies, group_size=self.options.group_size)
         self._places = {name: layer for layer, name in enumerate(kv_caches)}
-        self._worker.attach(records, pipeline, list(kv_caches))
+        super().register_kv_caches(kv_caches)
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         """Note the begin of a step that loads."""
@@ -82,6 +78,22 @@ class TapedPipelineConnector(PipelineConnector):
         """Note the end of the step: it has sampled by now."""
         self._tape.end()
         return super().get_finished(finished_req_ids)
+
+
+class _TapedWorker(PipelineWorker):
+    """Its load lane notes what it copies."""
+
+    def __init__(self, options: PipelineOptions, lanes: Lanes, tape: StepTape) -> None:
+        super().__init__(options, lanes)
+        self._tape = tape
+
+    def make_pipeline(
+        self, records: torch.Tensor, layers: Sequence[torch.Tensor], lanes: Lanes
+    ) -> LayerPipeline:
+        """As the base class, but for the load lane."""
+        copies = LaneCopies.over(records, layers)
+        copies = copies._replace(load=_TapedCopies(copies.load, self._tape))
+        return LayerPipeline(lanes, copies, group_size=self._options.group_size)
 
 
 class _TapedCopies:

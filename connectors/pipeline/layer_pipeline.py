@@ -81,6 +81,14 @@ class LaneCopies(NamedTuple):
     bulk: Copies
     store: Copies
 
+    @classmethod
+    def over(cls, records: torch.Tensor, layers: Sequence[torch.Tensor]) -> LaneCopies:
+        """Between these records and pages: see `PageCopies`. Raises: `ConnectorError`."""
+        within = PageCopies(records, layers)
+        # One kernel for all layers in place of many copies: short runs had better not be copied.
+        beside = PageCopies(records, layers, most_strided_runs=0)
+        return cls(within, beside, beside)
+
 
 class LayerPipeline:
     """See the module's docstring."""
@@ -149,17 +157,13 @@ class LayerPipeline:
         window_bytes: int = DEFAULT_WINDOW_BYTES,
         deadline_s: float = DEFAULT_DEADLINE_S,
     ) -> LayerPipeline:
-        """Between these records and pages: see `PageCopies`, and the constructor.
+        """Between these records and pages: see `LaneCopies`, and the constructor.
 
         Raises: `ConnectorError`, `ConfigError`.
         """
-        within = PageCopies(records, layers)
-        # One kernel for all layers in place of many copies: short runs had better not be copied.
-        beside = PageCopies(records, layers, most_strided_runs=0)
-        copies = LaneCopies(within, beside, beside)
         return cls(
             lanes,
-            copies,
+            LaneCopies.over(records, layers),
             group_size=group_size,
             window_bytes=window_bytes,
             deadline_s=deadline_s,

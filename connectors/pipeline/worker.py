@@ -6,7 +6,7 @@ Nothing here waits for a GPU, but `handshake` and `close`. On a CPU a layer wait
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from interlace.connectors.pipeline.layer_pipeline import (
@@ -96,22 +96,27 @@ class PipelineWorker:
         if first.device.type == "cuda" and not isinstance(lanes, CudaLanes):
             lanes = CudaLanes(CudaStreams(first.device))
         try:
-            pipeline = LayerPipeline.over(
-                records.tensor,
-                layers,
-                lanes,
-                group_size=self._options.group_size,
-                window_bytes=self._window_bytes,
-            )
+            pipeline = self.make_pipeline(records.tensor, layers, lanes)
         except BaseException:
             records.close()
             raise
-        self.attach(records, pipeline, list(kv_caches))
-
-    def attach(self, records: HostRecords, pipeline: LayerPipeline, layer_names: list[str]) -> None:
-        """In place of `register`: with a pipeline over these records that was made elsewhere."""
-        places = {name: layer for layer, name in enumerate(layer_names)}
+        places = {name: layer for layer, name in enumerate(kv_caches)}
         self._opened = _Opened(records, pipeline, places, StepSampler(pipeline.watch))
+
+    def make_pipeline(
+        self, records: torch.Tensor, layers: Sequence[torch.Tensor], lanes: Lanes
+    ) -> LayerPipeline:
+        """What moves blocks between these: for who wants to look at copies, or to change them.
+
+        Raises: `ConnectorError`, `ConfigError`.
+        """
+        return LayerPipeline.over(
+            records,
+            layers,
+            lanes,
+            group_size=self._options.group_size,
+            window_bytes=self._window_bytes,
+        )
 
     @property
     def _open(self) -> _Opened:

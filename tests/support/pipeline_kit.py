@@ -6,7 +6,7 @@ import asyncio
 import random
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, Literal
 
@@ -20,7 +20,6 @@ from interlace import AsyncEngine, EngineConfig, KVTransferConfig, SamplingParam
 from interlace.connectors.pipeline.layer_pipeline import LaneCopies, LayerPipeline
 from interlace.connectors.pipeline.messages import PipelineMetadata
 from interlace.connectors.pipeline.options import PipelineOptions
-from interlace.connectors.pipeline.records import HostRecords
 from interlace.connectors.pipeline.worker import PipelineWorker
 from interlace.connectors.pipeline_connector import PipelineConnector
 from interlace.engine.outputs import Completion
@@ -102,20 +101,16 @@ class RiggedWorker(PipelineWorker):
         self._rig = rig
         self._pages: list[torch.Tensor] = []
 
-    def register(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
+    def make_pipeline(
+        self, records: torch.Tensor, layers: Sequence[torch.Tensor], lanes: Lanes
+    ) -> LayerPipeline:
         rig = self._rig
-        self._pages = list(kv_caches.values())
-        first = self._pages[0]
-        page_bytes = first[0].numel() * first.itemsize
-        records = HostRecords.allocate(
-            self._options.host_bytes, (len(self._pages), page_bytes), first.device
-        )
+        self._pages = list(layers)
         copies = (
-            HookedCopies(records.tensor, self._pages, rig.before_on(lane))
-            for lane in LaneCopies._fields
+            HookedCopies(records, self._pages, rig.before_on(lane)) for lane in LaneCopies._fields
         )
         pipeline = rig.pipeline = LayerPipeline(
-            rig.lanes,
+            lanes,
             LaneCopies(*copies),
             group_size=self._options.group_size,
             window_bytes=rig.window_bytes,
@@ -124,7 +119,7 @@ class RiggedWorker(PipelineWorker):
         )
         for pages in self._pages:
             pages[1:] = torch.nan
-        self.attach(records, pipeline, list(kv_caches))
+        return pipeline
 
     def start(self, metadata: PipelineMetadata, *, by_layer: bool = False) -> None:
         rig = self._rig
