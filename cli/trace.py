@@ -1,6 +1,6 @@
 """`interlace bench timeline` records one pipelined step, `interlace trace` shows what was recorded.
 
-Parses options only; `interlace.bench.step_trace*` records, reads and draws. Imports no torch.
+Parses options only; `interlace.bench.step_trace` records, reads and draws. Imports no torch.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from interlace.engine.errors import ConfigError
 if TYPE_CHECKING:
     from typing import TextIO
 
-    from interlace.bench.step_trace import StepTrace
+    from interlace.bench.step_trace.trace import StepTrace
 
 MAX_GROUP_SIZE = 1024
 
@@ -92,9 +92,9 @@ def timeline(
     work; "waits ms": in which computing stood at gates.
     """
     from interlace.bench.session import prepare
-    from interlace.bench.step_trace_file import to_json
-    from interlace.bench.step_trace_session import record_timeline
-    from interlace.bench.step_trace_setup import TimelinePlan
+    from interlace.bench.step_trace.file import to_json
+    from interlace.bench.step_trace.session import record_timeline
+    from interlace.bench.step_trace.setup import TimelinePlan
     from interlace.engine.clock import MonotonicClock
 
     check_json_target(json)
@@ -125,7 +125,7 @@ def trace(file: TraceSource, png: PngTarget = None, svg: SvgTarget = None) -> No
 
     Pictures need matplotlib: pip install interlace[plot].
     """
-    from interlace.bench.step_trace_file import read_file
+    from interlace.bench.step_trace.file import read_file
 
     for option, target in (("--png", png), ("--svg", svg)):
         if target is not None:
@@ -139,14 +139,14 @@ def trace(file: TraceSource, png: PngTarget = None, svg: SvgTarget = None) -> No
 
 
 def _draw(option: str, target: str, found: StepTrace) -> None:
-    from interlace.bench.step_trace_picture import draw_picture
+    from interlace.bench.step_trace.picture import draw_picture
 
     _write(option, target, draw_picture(found, "png" if option == "--png" else "svg"))
 
 
 def _tell(found: StepTrace, stream: TextIO) -> None:
     """The names in it may come from anywhere."""
-    from interlace.bench.step_trace_text import lines
+    from interlace.bench.step_trace.text import lines
 
     for line in lines(found):
         typer.echo(harmless(line), file=stream)

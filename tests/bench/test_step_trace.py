@@ -9,12 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from step_trace_kit import US, a_trace, facts, steady_marks
 
-from interlace.bench.step_trace import Piece
-from interlace.bench.step_trace_build import LayerLoad, StepMarks, build_trace
-from interlace.bench.step_trace_figures import figures_of
-from interlace.bench.step_trace_file import to_json
-from interlace.bench.step_trace_intervals import Interval, common, merged, total_ns
-from interlace.bench.step_trace_parse import from_json
+from interlace.bench.step_trace.build import LayerLoad, StepMarks, build_trace
+from interlace.bench.step_trace.figures import figures_of
+from interlace.bench.step_trace.file import to_json
+from interlace.bench.step_trace.intervals import Interval, common, merged, total_ns
+from interlace.bench.step_trace.parse import from_json
+from interlace.bench.step_trace.trace import Piece
 from interlace.engine.errors import InterlaceError
 
 intervals = st.lists(

@@ -7,14 +7,14 @@ import random
 import pytest
 from step_trace_kit import COMPUTE, LOAD, SHAPE, US, FakeDevice, a_step, facts
 
-from interlace.bench.step_trace_build import build_trace
-from interlace.bench.step_trace_device import (
+from interlace.bench.step_trace.build import build_trace
+from interlace.bench.step_trace.device import (
     FEED_FORWARD_KERNEL,
     GATE_KERNEL,
     NORM_KERNEL,
     marks_of,
 )
-from interlace.bench.step_trace_intervals import Interval
+from interlace.bench.step_trace.intervals import Interval
 from interlace.engine.errors import InterlaceError
 from interlace.layers.kernels import pointwise, rope_write
 

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from step_trace_kit import SHAPE, a_step, a_trace, facts
 
-from interlace.bench import step_trace_file
-from interlace.bench.step_trace_build import build_trace
-from interlace.bench.step_trace_device import marks_of
-from interlace.bench.step_trace_file import read_file, to_json
+from interlace.bench.step_trace import file as trace_file
+from interlace.bench.step_trace.build import build_trace
+from interlace.bench.step_trace.device import marks_of
+from interlace.bench.step_trace.file import read_file, to_json
 from interlace.engine.errors import ConfigError
 
 
@@ -67,9 +67,9 @@ def test_a_file_that_is_too_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     path = tmp_path / "trace.json"
     content = to_json(a_trace())
     path.write_text(content)
-    monkeypatch.setattr(step_trace_file, "MAX_FILE_BYTES", len(content))
+    monkeypatch.setattr(trace_file, "MAX_FILE_BYTES", len(content))
     read_file(path)
-    monkeypatch.setattr(step_trace_file, "MAX_FILE_BYTES", len(content) - 1)
+    monkeypatch.setattr(trace_file, "MAX_FILE_BYTES", len(content) - 1)
     assert "larger than 64 MiB" in refused(path)
 
 

@@ -9,11 +9,11 @@ import xml.etree.ElementTree as ET
 import pytest
 from step_trace_kit import SHAPE, a_step, a_trace, facts
 
-from interlace.bench.step_trace import StepTrace
-from interlace.bench.step_trace_build import LayerLoad, StepMarks, build_trace
-from interlace.bench.step_trace_device import marks_of
-from interlace.bench.step_trace_intervals import Interval
-from interlace.bench.step_trace_picture import draw_picture, short_name
+from interlace.bench.step_trace.build import LayerLoad, StepMarks, build_trace
+from interlace.bench.step_trace.device import marks_of
+from interlace.bench.step_trace.intervals import Interval
+from interlace.bench.step_trace.picture import draw_picture, short_name
+from interlace.bench.step_trace.trace import StepTrace
 from interlace.engine.errors import ConfigError
 
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 from step_trace_kit import SHAPE
 
-from interlace.bench.step_trace_device import DeviceEvent
-from interlace.bench.step_trace_profiler import ProfiledSteps, read_events
+from interlace.bench.step_trace.device import DeviceEvent
+from interlace.bench.step_trace.profiler import ProfiledSteps, read_events
 from interlace.engine.device_thread import DeviceThread
 from interlace.engine.errors import InterlaceError
 

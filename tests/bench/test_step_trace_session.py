@@ -13,12 +13,12 @@ from step_trace_kit import a_trace
 
 from interlace.bench.session import Prepared, prepare
 from interlace.bench.settings import Settings
-from interlace.bench.step_trace_figures import figures_of
-from interlace.bench.step_trace_file import to_json
-from interlace.bench.step_trace_parse import from_json
-from interlace.bench.step_trace_session import median_trace, record_timeline
-from interlace.bench.step_trace_setup import TimelinePlan
-from interlace.bench.step_trace_tape import StepTape
+from interlace.bench.step_trace.figures import figures_of
+from interlace.bench.step_trace.file import to_json
+from interlace.bench.step_trace.parse import from_json
+from interlace.bench.step_trace.session import median_trace, record_timeline
+from interlace.bench.step_trace.setup import TimelinePlan
+from interlace.bench.step_trace.tape import StepTape
 from interlace.engine.clock import MonotonicClock
 from interlace.engine.errors import ConfigError, InterlaceError
 from interlace.layers.checkpoint.loading import Silent

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from step_trace_kit import SHAPE, a_step, a_trace, facts
 
-from interlace.bench.step_trace_build import LayerLoad, StepMarks, build_trace
-from interlace.bench.step_trace_device import marks_of
-from interlace.bench.step_trace_intervals import Interval
-from interlace.bench.step_trace_text import WIDTH, chart, lines, summary
+from interlace.bench.step_trace.build import LayerLoad, StepMarks, build_trace
+from interlace.bench.step_trace.device import marks_of
+from interlace.bench.step_trace.intervals import Interval
+from interlace.bench.step_trace.text import WIDTH, chart, lines, summary
 
 GOLDEN = """\
 dummy:llama-3.1-8b, bfloat16, on NVIDIA H200: 8,192 tokens loaded, 688 computed

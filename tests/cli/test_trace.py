@@ -10,9 +10,9 @@ import pytest
 from step_trace_kit import a_trace, facts, steady_marks
 from typer.testing import CliRunner
 
-from interlace.bench.step_trace_build import build_trace
-from interlace.bench.step_trace_file import read_file, to_json
-from interlace.bench.step_trace_text import lines
+from interlace.bench.step_trace.build import build_trace
+from interlace.bench.step_trace.file import read_file, to_json
+from interlace.bench.step_trace.text import lines
 from interlace.cli.app import app
 from interlace.engine.errors import ConfigError
 

@@ -17,13 +17,13 @@ import torch
 import interlace
 from interlace.bench.session import Prepared, prepare
 from interlace.bench.settings import Settings
-from interlace.bench.step_trace import StepTrace
-from interlace.bench.step_trace_device import GATE_KERNEL, NORM_KERNEL
-from interlace.bench.step_trace_figures import figures_of
-from interlace.bench.step_trace_file import read_file, to_json
-from interlace.bench.step_trace_parse import from_json
-from interlace.bench.step_trace_session import record_timeline
-from interlace.bench.step_trace_setup import TimelinePlan
+from interlace.bench.step_trace.device import GATE_KERNEL, NORM_KERNEL
+from interlace.bench.step_trace.figures import figures_of
+from interlace.bench.step_trace.file import read_file, to_json
+from interlace.bench.step_trace.parse import from_json
+from interlace.bench.step_trace.session import record_timeline
+from interlace.bench.step_trace.setup import TimelinePlan
+from interlace.bench.step_trace.trace import StepTrace
 from interlace.connectors.pipeline.layer_groups import LayerGroups
 from interlace.engine.clock import MonotonicClock
 from interlace.layers.checkpoint.loading import Silent

@@ -10,9 +10,9 @@ import importlib
 import io
 from typing import Any, Literal
 
-from interlace.bench.step_trace import Span, StepTrace
-from interlace.bench.step_trace_figures import figures_of
-from interlace.bench.step_trace_intervals import merged
+from interlace.bench.step_trace.figures import figures_of
+from interlace.bench.step_trace.intervals import merged
+from interlace.bench.step_trace.trace import Span, StepTrace
 from interlace.engine.errors import ConfigError
 
 Kind = Literal["png", "svg"]

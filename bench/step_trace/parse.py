@@ -1,4 +1,4 @@
-"""Reads a timeline from JSON, and checks all of it. See `step_trace_file.py`."""
+"""Reads a timeline from JSON, and checks all of it. See `file.py`."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import itertools
 import json
 from typing import Any
 
-from interlace.bench.step_trace import Piece, Span, StepTrace, TraceFacts
-from interlace.bench.step_trace_intervals import Interval
+from interlace.bench.step_trace.intervals import Interval
+from interlace.bench.step_trace.trace import Piece, Span, StepTrace, TraceFacts
 from interlace.engine.errors import ConfigError
 
 FORMAT = "interlace step timeline 1"

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from interlace.bench.kv_blocks import BLOCK_SIZE, blocks_for, page_shape, token_bytes
 from interlace.bench.session import Prepared
-from interlace.bench.step_trace_build import StepMarks
-from interlace.bench.step_trace_device import LoadShape
-from interlace.bench.step_trace_profiler import ProfiledSteps
-from interlace.bench.step_trace_tape import TAPE, StepTape, TapedSteps
+from interlace.bench.step_trace.build import StepMarks
+from interlace.bench.step_trace.device import LoadShape
+from interlace.bench.step_trace.profiler import ProfiledSteps
+from interlace.bench.step_trace.tape import TAPE, StepTape, TapedSteps
 from interlace.engine.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -119,7 +119,7 @@ def _kv_transfer_config(
         )
     return KVTransferConfig(
         kv_connector="TapedPipelineConnector",
-        kv_connector_module_path="interlace.bench.step_trace_connector",
+        kv_connector_module_path="interlace.bench.step_trace.connector",
         kv_role="kv_both",
         kv_connector_extra_config={**extra, TAPE: tape},
     )

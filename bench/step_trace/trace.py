@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal, NamedTuple, TypeAlias
 
-from interlace.bench.step_trace_intervals import Interval, merged
+from interlace.bench.step_trace.intervals import Interval, merged
 
 LaneName: TypeAlias = Literal["load", "compute"]
 Part: TypeAlias = Literal["embed", "layer", "head"]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from interlace.bench.step_trace import Span, StepTrace
-from interlace.bench.step_trace_intervals import Interval, common, merged, total_ns
+from interlace.bench.step_trace.intervals import Interval, common, merged, total_ns
+from interlace.bench.step_trace.trace import Span, StepTrace
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

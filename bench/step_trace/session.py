@@ -11,16 +11,16 @@ from interlace.bench.engine_arm import EngineArm
 from interlace.bench.report import Report, Row
 from interlace.bench.session import SEED, Prepared
 from interlace.bench.spread import Spread
-from interlace.bench.step_trace import StepTrace, TraceFacts
-from interlace.bench.step_trace_build import build_trace
-from interlace.bench.step_trace_figures import StepFigures, figures_of
-from interlace.bench.step_trace_setup import (
+from interlace.bench.step_trace.build import build_trace
+from interlace.bench.step_trace.figures import StepFigures, figures_of
+from interlace.bench.step_trace.setup import (
     StepRecorder,
     TimelinePlan,
     engine_config,
     make_recorder,
 )
-from interlace.bench.step_trace_tape import StepTape
+from interlace.bench.step_trace.tape import StepTape
+from interlace.bench.step_trace.trace import StepTrace, TraceFacts
 from interlace.bench.workload import WorkSource
 from interlace.engine.errors import ConfigError, InterlaceError
 from interlace.engine.events import EventStream, RequestFinished, RequestScheduled, StepScheduled

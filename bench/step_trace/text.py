@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from interlace.bench.step_trace import Span, StepTrace
-from interlace.bench.step_trace_figures import StepFigures, figures_of
+from interlace.bench.step_trace.figures import StepFigures, figures_of
+from interlace.bench.step_trace.trace import Span, StepTrace
 
 WIDTH = 80
 _NAME_WIDTH = 8

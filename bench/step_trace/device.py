@@ -13,9 +13,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Literal, NamedTuple, TypeAlias
 
-from interlace.bench.step_trace import Piece
-from interlace.bench.step_trace_build import LayerLoad, StepMarks
-from interlace.bench.step_trace_intervals import Interval
+from interlace.bench.step_trace.build import LayerLoad, StepMarks
+from interlace.bench.step_trace.intervals import Interval
+from interlace.bench.step_trace.trace import Piece
 from interlace.engine.errors import InterlaceError
 
 GATE_KERNEL = "rope_write_kernel"

@@ -11,9 +11,9 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-from interlace.bench.step_trace import Span, StepTrace
-from interlace.bench.step_trace_intervals import Interval
-from interlace.bench.step_trace_parse import FORMAT, TIDS, from_json
+from interlace.bench.step_trace.intervals import Interval
+from interlace.bench.step_trace.parse import FORMAT, TIDS, from_json
+from interlace.bench.step_trace.trace import Span, StepTrace
 from interlace.engine.errors import ConfigError
 
 MAX_FILE_BYTES = 64 << 20

@@ -6,8 +6,8 @@ import bisect
 import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
 
-from interlace.bench.step_trace import Part, Piece, Span, StepTrace, TraceFacts
-from interlace.bench.step_trace_intervals import Interval
+from interlace.bench.step_trace.intervals import Interval
+from interlace.bench.step_trace.trace import Part, Piece, Span, StepTrace, TraceFacts
 from interlace.connectors.pipeline.layer_groups import LayerGroups
 from interlace.engine.errors import InterlaceError
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from interlace.bench.profiled_run import profiled_run
-from interlace.bench.step_trace_build import StepMarks
-from interlace.bench.step_trace_device import DeviceEvent, Kind, LoadShape, marks_of
+from interlace.bench.step_trace.build import StepMarks
+from interlace.bench.step_trace.device import DeviceEvent, Kind, LoadShape, marks_of
 from interlace.engine.device_thread import DeviceThread
 from interlace.engine.errors import InterlaceError
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from interlace.bench.connector_option import take_option
-from interlace.bench.step_trace_tape import TAPE, StepTape
+from interlace.bench.step_trace.tape import TAPE, StepTape
 from interlace.connectors.pipeline.layer_pipeline import LaneCopies, LayerPipeline
 from interlace.connectors.pipeline.options import PipelineOptions
 from interlace.connectors.pipeline.worker import PipelineWorker

@@ -1,4 +1,4 @@
-"""What a step does on a CPU, written down by the threads that do it: see `step_trace_connector.py`.
+"""What a step does on a CPU, written down by the threads that do it: see `connector.py`.
 
 Every note is one `append` or assignment, so a step is hardly slowed down.
 """
@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
-from interlace.bench.step_trace_build import LayerLoad, StepMarks
-from interlace.bench.step_trace_intervals import Interval
+from interlace.bench.step_trace.build import LayerLoad, StepMarks
+from interlace.bench.step_trace.intervals import Interval
 from interlace.engine.errors import InterlaceError
 from interlace.engine.ports import Clock
 
