@@ -49,6 +49,8 @@ class OverlapBars:
     """Decode steps, beside the longest stall, that the 99th percentile of gaps may take."""
     saving: float | None = None
     """Most that saving stretches a step."""
+    split: float | None = None
+    """Most that a request loaded from both ends takes by what the balanced split promises."""
     mode_usual: float | None = None
     """Most that the chosen mode takes by the best fixed one, nearly everywhere."""
     mode_worst: float | None = None
@@ -100,6 +102,7 @@ _OVERLAP: Final = OverlapBars(
     beside=1.10,
     gap_steps=2.0,
     saving=1.01,
+    split=1.10,
     mode_usual=1.05,
     mode_worst=1.15,
 )

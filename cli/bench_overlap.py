@@ -77,7 +77,9 @@ def overlap(
 
     crossover: the same with as many new tokens as take as long to compute
     as the prompt takes to load. modes: the connector's choice against each
-    way, for prompts and new tokens of several lengths. link: copies alone.
+    way, for prompts and new tokens of several lengths. split: the same over
+    links that are made slower, where loads from both ends pay, against what
+    the connector's rates predict. link: copies alone.
 
     mixed: a load within a step of a batch that decodes. beside: loads beside
     its steps, in a row. gaps: four long hits a second. saving, idle: what

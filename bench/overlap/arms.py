@@ -23,6 +23,9 @@ class Hit(NamedTuple):
     device_s: float
     """From what was queued for it first, a load or a forward, to its sampled token."""
     loads: tuple[LoadTimes, ...]
+    predicted_s: float | None = None
+    """What the connector expects of a balanced split, from both ends, for the device alone; None
+    if it could not tell."""
 
 
 class HitArm(Protocol):
@@ -39,6 +42,10 @@ class HitArm(Protocol):
     @property
     def link_bytes_per_s(self) -> float:
         """Of one long copy from host memory."""
+        ...
+
+    def slow_down(self, times: int) -> None:
+        """Let requests from now on find a link that is so many times slower."""
         ...
 
 
@@ -59,6 +66,10 @@ class MeteredArm:
         """See `HitArm`."""
         return self._meter.link_bytes_per_s
 
+    def slow_down(self, times: int) -> None:
+        """See `HitArm`. While nothing is under way."""
+        self._meter.slowdown = times
+
     async def run(self, work: Work, mode: LoadMode = "auto") -> Hit:
         """See `HitArm`. Raises: what the engine raises. Cancelling closes the stream."""
         self._meter.load_mode = mode
@@ -68,7 +79,7 @@ class MeteredArm:
                 "the connector did not tell how long the device took for a request: its hooks are"
                 " not called as bench/overlap/connector.py expects."
             )
-        return Hit(sample, metered.device_s, metered.loads)
+        return Hit(sample, metered.device_s, metered.loads, self._meter.predicted_s)
 
 
 async def noted(

@@ -9,11 +9,16 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from interlace.bench.connector_option import take_option
 from interlace.bench.overlap.meter import Meter
+from interlace.bench.overlap.slow_link import RepeatedLoads
+from interlace.connectors.pipeline.layer_pipeline import LaneCopies, LayerPipeline
 from interlace.connectors.pipeline.messages import PipelineHandshake, PipelineMetadata
 from interlace.connectors.pipeline.options import PipelineOptions
+from interlace.connectors.pipeline.rates import Forecast
 from interlace.connectors.pipeline.worker import PipelineWorker
 from interlace.connectors.pipeline_connector import PipelineConnector
 from interlace.engine.config import EngineConfig
@@ -25,6 +30,9 @@ from interlace.engine.kv_connector import (
 from interlace.engine.ports import Lanes
 from interlace.engine.request import Request
 from interlace.engine.scheduler_output import SchedulerOutput
+
+if TYPE_CHECKING:
+    import torch
 
 METER = "meter"
 """Key of the meter among the connector's options."""
@@ -42,6 +50,7 @@ class MeteredPipelineConnector(PipelineConnector):
         """Raises: `ConfigError`, also if there is no meter."""
         self._meter, config = take_option(vllm_config, METER, Meter, type(self))
         super().__init__(config, role, kv_cache_config)
+        self._slowdown = 1
 
     def _make_worker_side(self) -> None:
         self._worker_side = MeteredWorker(self.options, self.lanes, self._meter)
@@ -58,10 +67,17 @@ class MeteredPipelineConnector(PipelineConnector):
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """As if the connector had been made with the load mode that the meter says now."""
-        if self._scheduler.load_mode != self._meter.load_mode:
-            self._scheduler.load_mode = self._meter.load_mode
-        return super().get_num_new_matched_tokens(request, num_computed_tokens)
+        """As if the connector had been made with the load mode, and the link, that the meter says
+        now."""
+        scheduler, meter = self._scheduler, self._meter
+        if scheduler.load_mode != meter.load_mode:
+            scheduler.load_mode = meter.load_mode
+        if self._slowdown != meter.slowdown:
+            self._slowdown = meter.slowdown
+            scheduler.restart_load_rate(meter.link_bytes_per_s / meter.slowdown)
+        answer = super().get_num_new_matched_tokens(request, num_computed_tokens)
+        meter.predicted_s = _balanced_s(scheduler.last_forecast)
+        return answer
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> PipelineMetadata:
         """As in `PipelineConnector`; while the meter is on, it sees every step."""
@@ -83,11 +99,26 @@ class MeteredWorker(PipelineWorker):
     def __init__(self, options: PipelineOptions, lanes: Lanes, meter: Meter) -> None:
         super().__init__(options, lanes)
         self._meter = meter
+        self._slowdown = 1
         self._has_queued = False  # a forward, in this step
+
+    def make_pipeline(
+        self, records: torch.Tensor, layers: Sequence[torch.Tensor], lanes: Lanes
+    ) -> LayerPipeline:
+        """As in `PipelineWorker`, with a link that may be made slower."""
+        load, bulk, store = LaneCopies.over(records, layers)
+        slow_load, slow_bulk = (
+            RepeatedLoads(copies, lambda: self._meter.slowdown) for copies in (load, bulk)
+        )
+        copies = LaneCopies(slow_load, slow_bulk, store)
+        return LayerPipeline(lanes, copies, group_size=self._options.group_size)
 
     def start(self, metadata: PipelineMetadata, *, by_layer: bool = False) -> None:
         """As in `PipelineWorker`; loads are timed and noted."""
         meter = self._meter
+        if self._slowdown != meter.slowdown:
+            self._slowdown = meter.slowdown
+            self.expect_load_rate(meter.link_bytes_per_s / meter.slowdown)
         if not meter.is_on:
             super().start(metadata, by_layer=by_layer)
             return
@@ -116,3 +147,9 @@ class MeteredWorker(PipelineWorker):
         has_queued, self._has_queued = self._has_queued, False
         if has_queued and self._meter.is_on:
             self._meter.note_end()
+
+
+def _balanced_s(forecast: Forecast | None) -> float | None:
+    if forecast is None or forecast.hybrid_s is None or forecast.rest_s is None:
+        return None
+    return forecast.hybrid_s + forecast.rest_s

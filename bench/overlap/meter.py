@@ -76,6 +76,11 @@ class Meter:
         """Of requests that are matched from now on. Event loop."""
         self.link_bytes_per_s = 0.0
         """Of one long copy, as the connector measured it when it was made; 0 if it did not."""
+        self.slowdown = 1
+        """Times that each load is copied: see `slow_link.py`. Changed while nothing is under way.
+        """
+        self.predicted_s: float | None = None
+        """Of the request that was matched last: see `Hit`. Event loop."""
         self.is_on = False
         self._watch: Stopwatch | None = None
         self._begin: Any = None

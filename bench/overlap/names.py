@@ -14,6 +14,7 @@ class Part(enum.StrEnum):
     FIRST_TOKEN = "first-token"
     CROSSOVER = "crossover"
     MODES = "modes"
+    SPLIT = "split"
     MIXED = "mixed"
     BESIDE = "beside"
     GAPS = "gaps"

@@ -16,12 +16,14 @@ from interlace.bench.overlap.modes import modes
 from interlace.bench.overlap.names import Part
 from interlace.bench.overlap.rig import Outcome, Rig
 from interlace.bench.overlap.saving import saving
+from interlace.bench.overlap.split import split
 
 PARTS: Final[Mapping[Part, Callable[[Rig], Awaitable[Outcome]]]] = {
     Part.LINK: link,
     Part.FIRST_TOKEN: first_token,
     Part.CROSSOVER: crossover,
     Part.MODES: modes,
+    Part.SPLIT: split,
     Part.MIXED: mixed,
     Part.BESIDE: beside,
     Part.GAPS: gaps,

@@ -103,6 +103,8 @@ class PipelineScheduler:
         self._record_bytes = handshake.record_bytes
         self._load_rate = LoadRate(handshake.load_bytes_per_s)
         self._step_times = StepTimes()
+        self.last_forecast: Forecast | None = None
+        """Of the request that was matched last and had something stored: for measurements."""
         self._timed_steps = TimedSteps(settings.max_inflight_steps)
         self._counter = Counter()
         self._planner = SavePlanner(self.index, self._counter)
@@ -126,6 +128,10 @@ class PipelineScheduler:
     @load_mode.setter
     def load_mode(self, load_mode: LoadMode) -> None:
         self._settings = dataclasses.replace(self._settings, load_mode=load_mode)
+
+    def restart_load_rate(self, bytes_per_s: float) -> None:
+        """Expect such a rate of loads, as if it had been measured at the start."""
+        self._load_rate = LoadRate(bytes_per_s)
 
     @property
     def is_idle(self) -> bool:
@@ -189,7 +195,7 @@ class PipelineScheduler:
         step_bytes, beside_bytes = self._bytes_ahead()
         num_bytes = num_blocks * self._record_bytes
         floor, hybrid_s = self._split(first, end, beside_bytes)
-        forecast = Forecast(
+        forecast = self.last_forecast = Forecast(
             load_s=self._load_rate.seconds(step_bytes + num_bytes),
             bulk_load_s=self._load_rate.seconds(beside_bytes + num_bytes),
             hybrid_s=hybrid_s,

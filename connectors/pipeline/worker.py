@@ -131,9 +131,13 @@ class PipelineWorker:
         """What there is, and how fast it loads: measures that."""
         records = self._open.records
         load_rate = records.measure_load_rate()
-        self._beside_bytes = int(load_rate * _QUEUED_S)
-        self._hurried_bytes = max(self._window_bytes, int(load_rate * _HURRIED_S))
+        self.expect_load_rate(load_rate)
         return PipelineHandshake(records.num_records, records.record_bytes, load_rate)
+
+    def expect_load_rate(self, bytes_per_s: float) -> None:
+        """Queue as much beside the steps as suits such a link."""
+        self._beside_bytes = int(bytes_per_s * _QUEUED_S)
+        self._hurried_bytes = max(self._window_bytes, int(bytes_per_s * _HURRIED_S))
 
     @property
     def layer_gates(self) -> LayerGates | None:

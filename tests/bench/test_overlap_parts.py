@@ -37,6 +37,7 @@ FIGURES = {
     Part.FIRST_TOKEN: {"load ms", "compute ms", "serial ms", "pipelined ms", "hidden share"},
     Part.CROSSOVER: {"load ms", "compute ms", "hidden share"},
     Part.MODES: {"auto ms", "bulk ms", "layerwise ms", "hybrid ms", "recompute ms", "auto / best"},
+    Part.SPLIT: {"hybrid ms", "predicted ms", "hybrid / predicted", "best other / hybrid"},
     Part.MIXED: {"loaded / cached", "with the next gap"},
     Part.BESIDE: {"p99, loads / cached", "loads GB/s"},
     Part.GAPS: {"step alone ms", "p99 gap ms", "loaded tokens"},

@@ -20,7 +20,8 @@ pytestmark = [
 ]
 
 SECONDS = 300
-PARTS = ("link", "first-token", "crossover", "modes", "mixed", "beside", "saving", "idle")
+PAUSES_MS = 2.0
+PARTS = ("link", "first-token", "crossover", "modes", "split", "mixed", "beside", "saving", "idle")
 """All but the one whose requests come at a pace that is too slow for so small a model."""
 CONFIG = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -67,9 +68,10 @@ def _check(report: Any) -> None:
             median = {name: spread["median"] for name, spread in figures.items()}
             assert 0 < median["load ms"] < median["layer-wise ms"] + median["bulk ms"]
             assert 0 < median["compute ms"] <= median["cached ms"]
-            # A load that is waited for ends before its step: nothing hides more than all.
+            # A load that is waited for ends before its step: nothing hides more than all, but the
+            # host's pauses, which are as long as the rest of a tiny model's times.
             assert median["pipelined ms"] >= 0.9 * median["load ms"]
-            assert median["hidden share"] <= 1.1
+            assert median["pipelined ms"] >= median["compute ms"] - PAUSES_MS
             assert median["copies"] >= CONFIG["num_hidden_layers"]
         if case.startswith("link: 4 layers") and "one run" in case:
             assert "strided" in case or "gather" in case

@@ -52,12 +52,16 @@ class StoringArm:
         self._stores = stores
         self._auto = auto
         self._load_s = load_s
+        self._slowdown = 1
         self._stored: set[tuple[int, ...]] = set()
         self._cached: set[tuple[int, ...]] = set()
         self.runs: list[tuple[LoadMode, int]] = []
 
     def forget(self) -> None:
         self._cached.clear()
+
+    def slow_down(self, times: int) -> None:
+        self._slowdown = times
 
     async def run(self, work: Work, mode: LoadMode = "auto") -> Hit:
         (prompt,) = work.prompts
@@ -68,7 +72,7 @@ class StoringArm:
         may_load = not cached and prefix in self._stored and way != "recompute"
         loaded = PREFIX if may_load else 0
         compute_s = TOKEN_S * (len(prompt) - cached - loaded)
-        load_s = self._load_s if loaded else 0.0
+        load_s = self._load_s * self._slowdown if loaded else 0.0
         device_s = max(compute_s, load_s) if way == "layerwise" else compute_s + load_s
         self._cached.add(prefix)
         if self._stores:
@@ -84,7 +88,14 @@ class StoringArm:
             loaded_tokens=loaded,
         )
         load = LoadTimes(loaded * TOKEN_BYTES, load_s, 0.0005, 4, 2)
-        return Hit(sample, device_s, (load,) if loaded else ())
+        predicted_s = self.balanced_s(load_s, compute_s) if way == "hybrid" else None
+        return Hit(sample, device_s, (load,) if loaded else (), predicted_s)
+
+    @staticmethod
+    def balanced_s(load_s: float, rest_s: float) -> float:
+        """Loading and computing the prefix at a time, and then the rest."""
+        compute_s = TOKEN_S * PREFIX
+        return load_s * compute_s / (load_s + compute_s) + rest_s
 
 
 def setting(
