@@ -1,4 +1,5 @@
-"""`interlace bench timeline` records one pipelined step, `interlace trace` shows what was recorded.
+"""`interlace bench timeline` records one pipelined step, or one prompt from both ends; `interlace
+trace` shows what was recorded.
 
 Parses options only; `interlace.bench.step_trace` records, reads and draws. Imports no torch.
 """
@@ -9,7 +10,7 @@ import contextlib
 import dataclasses
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
 
 import typer
 
@@ -36,21 +37,34 @@ from interlace.engine.errors import ConfigError
 if TYPE_CHECKING:
     from typing import TextIO
 
-    from interlace.bench.step_trace.trace import StepTrace
+    from interlace.bench.step_trace.trace import AnyTrace
 
 MAX_GROUP_SIZE = 1024
 
 NewTokens: TypeAlias = Annotated[
     int,
-    typer.Option("--new", min=1, max=MAX_TOKENS, help="New tokens behind the prompt, in one step."),
+    typer.Option(
+        "--new",
+        min=1,
+        max=MAX_TOKENS,
+        help="New tokens behind the prompt; layer by layer in one step.",
+    ),
+]
+LoadModeName: TypeAlias = Annotated[
+    Literal["layerwise", "hybrid"],
+    typer.Option(
+        "--load-mode",
+        help="layerwise: within one step; hybrid: from the back, while steps compute the front.",
+    ),
 ]
 GroupSize: TypeAlias = Annotated[
-    int,
+    int | None,
     typer.Option(
         "--group-size",
         min=1,
         max=MAX_GROUP_SIZE,
-        help="Layers that share a gate; the first and the last one wait alone.",
+        help="Layerwise: layers that share a gate; the first and the last one wait alone. "
+        "Default: 2.",
     ),
 ]
 TraceTarget: TypeAlias = Annotated[
@@ -75,7 +89,8 @@ def timeline(
     prompt_tokens: PromptTokens = 960,
     new: NewTokens = 128,
     repeats: Repeats = 5,
-    group_size: GroupSize = 2,
+    load_mode: LoadModeName = "layerwise",
+    group_size: GroupSize = None,
     device: Device = "auto",
     dtype: Dtype = "auto",
     max_model_len: MaxModelLen = None,
@@ -83,13 +98,16 @@ def timeline(
     cudagraph_mode: GraphModeName = None,
     json: JsonTarget = None,
 ) -> None:
-    """Record one step that loads a prompt's KV layer by layer while it computes.
+    """Record one step that loads a prompt's KV layer by layer while it computes,
+    or, with --load-mode hybrid, a prompt whose front is computed meanwhile.
 
     Of --repeats hits the one that took the median time is written to --trace:
     what the load lane and the compute lane did, layer by layer. On a GPU
     device times, inside CUDA graphs too; recording slows a step down a little.
     "both ms": in which both lanes worked; "hidden share": of the load lane's
-    work; "waits ms": in which computing stood at gates.
+    work, in a hybrid of the shorter lane's; "waits ms": in which computing
+    stood at gates; "front tokens", "back tokens": of the prompt, computed and
+    loaded, in so many "steps".
     """
     from interlace.bench.session import prepare
     from interlace.bench.step_trace.file import to_json
@@ -99,7 +117,7 @@ def timeline(
 
     check_json_target(json)
     _check_target("--trace", trace)
-    plan = TimelinePlan(prompt_tokens, new, repeats, group_size)
+    plan = TimelinePlan(prompt_tokens, new, repeats, group_size, load_mode)
     plan.check()
     settings = engine_settings(
         model,
@@ -121,7 +139,7 @@ def timeline(
 
 
 def trace(file: TraceSource, png: PngTarget = None, svg: SvgTarget = None) -> None:
-    """Show the timeline of a step: its figures, both lanes as rows of blocks, a picture.
+    """Show a recorded timeline: its figures, both lanes as rows of blocks, a picture.
 
     Pictures need matplotlib: pip install interlace[plot].
     """
@@ -138,13 +156,13 @@ def trace(file: TraceSource, png: PngTarget = None, svg: SvgTarget = None) -> No
         _draw("--svg", svg, found)
 
 
-def _draw(option: str, target: str, found: StepTrace) -> None:
+def _draw(option: str, target: str, found: AnyTrace) -> None:
     from interlace.bench.step_trace.picture import draw_picture
 
     _write(option, target, draw_picture(found, "png" if option == "--png" else "svg"))
 
 
-def _tell(found: StepTrace, stream: TextIO) -> None:
+def _tell(found: AnyTrace, stream: TextIO) -> None:
     """The names in it may come from anywhere."""
     from interlace.bench.step_trace.text import lines
 

@@ -6,8 +6,9 @@ import bisect
 import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
 
+from interlace.bench.step_trace.facts import TraceFacts
 from interlace.bench.step_trace.intervals import Interval
-from interlace.bench.step_trace.trace import Part, Piece, Span, StepTrace, TraceFacts
+from interlace.bench.step_trace.trace import Piece, Span, StepTrace, parts_of_step
 from interlace.connectors.pipeline.layer_groups import LayerGroups
 from interlace.engine.errors import InterlaceError
 
@@ -27,7 +28,7 @@ class StepMarks:
     """What was seen of one step, on any clock."""
 
     loads: tuple[LayerLoad, ...]
-    """Of each layer."""
+    """Of each layer; none if the step loads nothing within itself."""
     begin_ns: int
     """When computing began."""
     gates: tuple[Interval, ...]
@@ -48,14 +49,20 @@ def build_trace(marks: StepMarks, facts: TraceFacts) -> StepTrace:
         )
     zero = min(marks.begin_ns, marks.loads[0].begin_ns)
     load = tuple(_load_spans(marks.loads, zero))
-    compute = tuple(_compute_spans(marks, facts.group_size, zero))
-    for span, after in (*_neighbours(load), *_neighbours(compute)):
+    compute = tuple(compute_spans(marks, zero, facts.group_size))
+    check_order(load)
+    check_order(compute)
+    return StepTrace(load, compute, facts)
+
+
+def check_order(lane: Sequence[Span]) -> None:
+    """Raises: `InterlaceError` if spans of a lane overlap, or end before they begin."""
+    for span, after in _neighbours(lane):
         if span.begin_ns > span.end_ns or span.end_ns > after.begin_ns:
             raise InterlaceError(
                 f"the {span.lane} lane's blocks {span.label} and {after.label} overlap or run"
                 " backwards, so they were told apart wrongly. Record again."
             )
-    return StepTrace(facts, load, compute)
 
 
 def _neighbours(spans: Sequence[Span]) -> Iterator[tuple[Span, Span]]:
@@ -66,33 +73,37 @@ def _neighbours(spans: Sequence[Span]) -> Iterator[tuple[Span, Span]]:
 
 
 def _load_spans(loads: Sequence[LayerLoad], zero: int) -> Iterator[Span]:
-    """The end of a copy and the begin of the next one may be told a moment the wrong way round."""
     begin = 0
     for layer, load in enumerate(loads):
-        begin, end = max(begin, load.begin_ns - zero), load.end_ns - zero
-        (pieces,) = _shared_out(tuple(_moved(load.pieces, zero)), [begin, end])
+        begin, end, pieces = placed(load, begin, zero)
         yield Span("load", "layer", layer, begin, end, load.num_bytes, pieces=pieces)
         begin = end
 
 
-def _compute_spans(marks: StepMarks, group_size: int, zero: int) -> Iterator[Span]:
+def placed(load: LayerLoad, earliest: int, zero: int) -> tuple[int, int, tuple[Piece, ...]]:
+    """(begin, end, pieces) from `zero` on: the end of a copy and the begin of the next one may be
+    told a moment the wrong way round, so nothing begins before `earliest`."""
+    begin, end = max(earliest, load.begin_ns - zero), load.end_ns - zero
+    (pieces,) = _shared_out(tuple(_moved(load.pieces, zero)), [begin, end])
+    return begin, end, pieces
+
+
+def compute_spans(marks: StepMarks, zero: int, group_size: int = 1) -> Iterator[Span]:
+    """The step's blocks on the compute lane, from `zero` on. `group_size`: see `TraceFacts`."""
     reached = [gate.begin_ns for gate in marks.gates]
     bounds = [marks.begin_ns, *reached, marks.forward_end_ns, marks.end_ns]
     pieces = _shared_out(tuple(_moved(marks.pieces, zero)), [bound - zero for bound in bounds])
-    last = len(reached)
-    for place, part_pieces in enumerate(pieces):
+    for place, (part, layer) in enumerate(parts_of_step(len(reached))):
         begin, end = bounds[place] - zero, bounds[place + 1] - zero
-        if 0 < place <= last:
-            wait = _wait(marks, place - 1, group_size, zero)
-            yield Span("compute", "layer", place - 1, begin, end, wait=wait, pieces=part_pieces)
-        else:
-            part: Part = "head" if place else "embed"
-            yield Span("compute", part, None, begin, end, pieces=part_pieces)
+        wait = None if layer is None else _wait(marks, layer, group_size, zero)
+        yield Span("compute", part, layer, begin, end, wait=wait, pieces=pieces[place])
 
 
 def _wait(marks: StepMarks, layer: int, group_size: int, zero: int) -> Interval | None:
     """While computing stood at the layer's gate and its group was not loaded. What may come between
     the gate's opening and the next kernel is no wait, but a host that is late."""
+    if not marks.loads:
+        return None
     last_of_group = LayerGroups(len(marks.loads), group_size).last_beside(layer)
     reached, passed = marks.gates[layer]
     opened = min(passed, marks.loads[last_of_group].end_ns)

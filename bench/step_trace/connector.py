@@ -7,10 +7,11 @@ own options.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from interlace.bench.connector_option import take_option
+from interlace.bench.step_trace.copies import PassingCopies
 from interlace.bench.step_trace.tape import TAPE, StepTape
 from interlace.connectors.pipeline.layer_pipeline import LaneCopies, LayerPipeline
 from interlace.connectors.pipeline.options import PipelineOptions
@@ -21,7 +22,7 @@ from interlace.engine.config import EngineConfig
 from interlace.engine.errors import ConfigError
 from interlace.engine.kv_connector import KVCacheConfig, KVConnectorRole
 from interlace.engine.ports import Lanes
-from interlace.layers.page_copies import Copied, Run, Runs
+from interlace.layers.page_copies import Copied, Runs
 
 if TYPE_CHECKING:
     import torch
@@ -96,42 +97,16 @@ class _TapedWorker(PipelineWorker):
         return LayerPipeline(lanes, copies, group_size=self._options.group_size)
 
 
-class _TapedCopies:
+class _TapedCopies(PassingCopies):
     """`Copies` that note each load of a layer. Lane's thread."""
 
     def __init__(self, copies: Copies, tape: StepTape) -> None:
-        self._copies = copies
+        super().__init__(copies)
         self._tape = tape
-
-    @property
-    def num_layers(self) -> int:
-        """See `Copies`."""
-        return self._copies.num_layers
-
-    @property
-    def page_bytes(self) -> int:
-        """See `Copies`."""
-        return self._copies.page_bytes
-
-    def prepare(self, runs: list[Run] | tuple[Run, ...]) -> Runs:
-        """See `Copies`."""
-        return self._copies.prepare(runs)
 
     def load(self, layer: int, runs: Runs) -> Copied:
         """See `Copies`; noted."""
         begin = self._tape.now_ns()
-        copied = self._copies.load(layer, runs)
+        copied = super().load(layer, runs)
         self._tape.add_load(layer, begin, copied.num_bytes)
         return copied
-
-    def save(self, layer: int, runs: Runs) -> Copied:
-        """See `Copies`."""
-        return self._copies.save(layer, runs)
-
-    def load_layers(self, layers: range, runs: Runs) -> Iterable[Copied]:
-        """See `Copies`."""
-        return self._copies.load_layers(layers, runs)
-
-    def save_layers(self, layers: range, runs: Runs) -> Iterable[Copied]:
-        """See `Copies`."""
-        return self._copies.save_layers(layers, runs)

@@ -60,47 +60,73 @@ def marks_of(events: Iterable[DeviceEvent], shape: LoadShape) -> StepMarks:
 
     Raises: `InterlaceError` if it cannot be told which of them belongs to which layer.
     """
-    ordered = sorted(events, key=lambda event: (event.begin_ns, event.end_ns))
-    streams = {event.stream for event in ordered if event.name in _OF_LAYERS}
-    work = [event for event in ordered if event.stream in streams]
-    gates = [place for place, event in enumerate(work) if event.name == GATE_KERNEL]
-    if len(gates) != shape.num_layers:
+    work, others = split_lanes(events)
+    num_gates = len(gates_of(work))
+    if num_gates != shape.num_layers:
         raise InterlaceError(
-            f"{len(gates)} kernels {GATE_KERNEL} were seen for {shape.num_layers} layers, so they"
+            f"{num_gates} kernels {GATE_KERNEL} were seen for {shape.num_layers} layers, so they"
             " cannot be shared out. Let the new tokens be computed in one step: fewer of them, or a"
             " larger max_num_batched_tokens."
         )
+    return dataclasses.replace(step_marks(work), loads=_layer_loads(others, shape))
+
+
+def split_lanes(
+    events: Iterable[DeviceEvent],
+) -> tuple[list[DeviceEvent], list[DeviceEvent]]:
+    """(events of streams that compute, all others), each in order of time."""
+    ordered = sorted(events, key=lambda event: (event.begin_ns, event.end_ns))
+    streams = {event.stream for event in ordered if event.name in _OF_LAYERS}
+    work = [event for event in ordered if event.stream in streams]
+    return work, [event for event in ordered if event.stream not in streams]
+
+
+def gates_of(work: Sequence[DeviceEvent]) -> list[int]:
+    """Where each layer begins."""
+    return [place for place, event in enumerate(work) if event.name == GATE_KERNEL]
+
+
+def step_marks(work: Sequence[DeviceEvent], *, may_lack_head: bool = False) -> StepMarks:
+    """What was seen of a step that did `work`, which is in order, but for its loads.
+
+    Without a head, as a step outside of graphs that samples nothing, it ends with its last layer.
+    Raises: `InterlaceError` if it may not.
+    """
+    gates = gates_of(work)
     ends = list(itertools.accumulate((event.end_ns for event in work), max))
     begin = work[0].begin_ns
     passed = [work[place].begin_ns for place in gates]
     # A kernel may begin a moment before the one before it has ended.
     reached = [min(work[p].begin_ns, ends[p - 1]) if p else begin for p in gates]
+    head = _first_of_head(work, gates[-1])
+    if head is None and not may_lack_head:
+        raise InterlaceError(
+            f"no {FEED_FORWARD_KERNEL} and {NORM_KERNEL} follow the last layer's gate, so its end"
+            " is not known: record a step that samples a token."
+        )
     return StepMarks(
-        loads=_layer_loads([event for event in ordered if event.stream not in streams], shape),
+        loads=(),
         begin_ns=begin,
         gates=tuple(itertools.starmap(Interval, zip(reached, passed, strict=True))),
-        forward_end_ns=ends[_first_of_head(work, gates[-1]) - 1],
+        forward_end_ns=ends[-1] if head is None else ends[head - 1],
         end_ns=ends[-1],
-        pieces=tuple(_pieces(work)),
+        pieces=pieces_of(work),
     )
 
 
-def _first_of_head(work: Sequence[DeviceEvent], last_gate: int) -> int:
-    """Where what follows the last layer begins."""
+def _first_of_head(work: Sequence[DeviceEvent], last_gate: int) -> int | None:
+    """Where what follows the last layer begins; None if nothing does."""
     names = [event.name for event in work]
     try:
         return names.index(NORM_KERNEL, names.index(FEED_FORWARD_KERNEL, last_gate))
     except ValueError:
-        raise InterlaceError(
-            f"no {FEED_FORWARD_KERNEL} and {NORM_KERNEL} follow the last layer's gate, so its end"
-            " is not known: record a step that samples a token."
-        ) from None
+        return None
 
 
 def _layer_loads(others: Sequence[DeviceEvent], shape: LoadShape) -> tuple[LayerLoad, ...]:
     """By the order of the copies. `others`: events of all streams that compute nothing."""
     lane = _load_lane(others, shape)
-    firsts = [place for place, event in enumerate(lane) if _is_copy_of_kv(event, shape)]
+    firsts = [place for place, event in enumerate(lane) if _is_load(event, shape)]
     if not firsts or len(firsts) % shape.num_layers:
         raise InterlaceError(
             f"{len(firsts)} copies to the device were seen on the load lane, which do not share out"
@@ -125,16 +151,22 @@ def _load_lane(others: Sequence[DeviceEvent], shape: LoadShape) -> list[DeviceEv
         by_stream[event.stream].append(event)
 
     def loaded(stream: int) -> tuple[int, int]:
-        copies = [event for event in by_stream[stream] if _is_copy_of_kv(event, shape)]
+        copies = [event for event in by_stream[stream] if _is_load(event, shape)]
         return sum(event.num_bytes or 0 for event in copies), len(copies)
 
     return by_stream[max(by_stream, key=loaded)] if by_stream else []
 
 
-def _is_copy_of_kv(event: DeviceEvent, shape: LoadShape) -> bool:
-    """Or the kernel that reads a layer from host memory. Smaller copies bring block ids."""
-    is_large = event.num_bytes is None or event.num_bytes >= shape.page_bytes
-    return event.name == GATHER_KERNEL or (event.kind == "to_device" and is_large)
+def _is_load(event: DeviceEvent, shape: LoadShape) -> bool:
+    """A copy, or the kernel that reads a layer from host memory."""
+    return event.name == GATHER_KERNEL or is_copy_of_kv(event, shape.page_bytes)
+
+
+def is_copy_of_kv(event: DeviceEvent, page_bytes: int) -> bool:
+    """Whether it copies pages, which have so many bytes, to the device: smaller copies bring block
+    ids."""
+    is_large = event.num_bytes is None or event.num_bytes >= page_bytes
+    return event.kind == "to_device" and is_large
 
 
 def _layer_load(events: Sequence[DeviceEvent], shape: LoadShape) -> LayerLoad:
@@ -143,9 +175,10 @@ def _layer_load(events: Sequence[DeviceEvent], shape: LoadShape) -> LayerLoad:
         events[0].begin_ns,
         max(event.end_ns for event in events),
         shape.layer_bytes,
-        tuple(_pieces(events)),
+        pieces_of(events),
     )
 
 
-def _pieces(events: Iterable[DeviceEvent]) -> Iterable[Piece]:
-    return (Piece(event.name, event.begin_ns, event.end_ns) for event in events)
+def pieces_of(events: Iterable[DeviceEvent]) -> tuple[Piece, ...]:
+    """The same for a timeline."""
+    return tuple(Piece(event.name, event.begin_ns, event.end_ns) for event in events)

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from interlace.bench.step_trace.intervals import Interval, common, merged, total_ns
-from interlace.bench.step_trace.trace import Span, StepTrace
+from interlace.bench.step_trace.trace import AnyTrace, HybridTrace, Span
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -23,7 +23,8 @@ class StepFigures:
     both_s: float
     """In which both lanes worked."""
     hidden_share: float
-    """Of the time in which the load lane worked: what lies beside computing."""
+    """Beside computing, of the time in which the load lane worked; from both ends, of the shorter
+    of that and computing: there each could hide the other."""
     wait_s: float
     """In which computing stood at gates."""
     num_waits: int
@@ -37,7 +38,7 @@ class StepFigures:
         return self.load_bytes / self.load_s / 1e9 if self.load_s else 0.0
 
 
-def figures_of(trace: StepTrace) -> StepFigures:
+def figures_of(trace: AnyTrace) -> StepFigures:
     """See `StepFigures`."""
     load, compute = _busy(trace.load), _busy(trace.compute)
     both = total_ns(common(load, compute))
@@ -46,14 +47,16 @@ def figures_of(trace: StepTrace) -> StepFigures:
         for span in trace.compute
         if span.wait is not None and span.layer is not None
     ]
-    worked = total_ns(load)
+    hideable, computed = total_ns(load), total_ns(compute)
+    if isinstance(trace, HybridTrace):
+        hideable = min(hideable, computed)
     return StepFigures(
         total_s=trace.end_ns / 1e9,
         load_s=(trace.load[-1].end_ns - trace.load[0].begin_ns) / 1e9,
         load_bytes=sum(span.num_bytes for span in trace.load),
-        compute_s=total_ns(compute) / 1e9,
+        compute_s=computed / 1e9,
         both_s=both / 1e9,
-        hidden_share=both / worked if worked else 0.0,
+        hidden_share=both / hideable if hideable else 0.0,
         wait_s=sum(seconds for _, seconds in waits),
         num_waits=len(waits),
         longest_wait=max(waits, key=lambda wait: wait[1], default=None),

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-import dataclasses
-import itertools
 import json
-from typing import Any
+from typing import Any, NamedTuple
 
 from interlace.bench.step_trace.intervals import Interval
-from interlace.bench.step_trace.trace import Piece, Span, StepTrace, TraceFacts
-from interlace.engine.errors import ConfigError
+from interlace.bench.step_trace.parse_facts import hybrid_facts, step_facts, whole
+from interlace.bench.step_trace.parse_lanes import check_hybrid_lanes, check_step_lanes
+from interlace.bench.step_trace.trace import AnyTrace, Blocks, HybridTrace, Piece, Span, StepTrace
+from interlace.engine.errors import ConfigError, InterlaceError
 
-FORMAT = "interlace step timeline 1"
+STEP_FORMAT = "interlace step timeline 1"
+"""Of a step that loads layer by layer."""
+HYBRID_FORMAT = "interlace hybrid timeline 1"
+"""Of a prompt from both ends."""
 TIDS = {"load": 1, "compute": 2}
 """Lane -> its thread in the file."""
 
 
-def from_json(text: str) -> StepTrace:
+def from_json(text: str) -> AnyTrace:
     """The reverse of `to_json`, but for names of kernels that were cut off. Raises: `ConfigError`,
     which says what is wrong, and not where that came from."""
     try:
@@ -24,6 +27,8 @@ def from_json(text: str) -> StepTrace:
         return _trace(document)
     except RecursionError:
         raise ConfigError("it is nested too deep") from None
+    except InterlaceError as error:
+        raise ConfigError(str(error)[:200]) from error
     except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
         raise ConfigError(f"{type(error).__name__}: {error}"[:200]) from error
 
@@ -32,39 +37,42 @@ def _refuse_constant(name: str) -> object:
     raise ValueError(f"{name} is not a number")
 
 
-def _trace(document: Any) -> StepTrace:
-    """Raises what a wrong shape raises by itself, or `ValueError`."""
+def _trace(document: Any) -> AnyTrace:
+    """Raises what a wrong shape raises by itself, `ValueError` or `InterlaceError`."""
     other = dict(document["otherData"])
-    if other.pop("format") != FORMAT:
-        raise ValueError(f"its format is not {FORMAT!r}")
-    facts = _facts(other)
+    format_name = other.pop("format")
+    if format_name == STEP_FORMAT:
+        facts = step_facts(other)
+        lanes = _lanes(document["traceEvents"])
+        check_step_lanes(lanes.load, lanes.compute)
+        return StepTrace(lanes.load, lanes.compute, facts)
+    if format_name == HYBRID_FORMAT:
+        both_ends = hybrid_facts(other)
+        lanes = _lanes(document["traceEvents"])
+        check_hybrid_lanes(lanes.load, lanes.compute, both_ends)
+        return HybridTrace(lanes.load, lanes.compute, both_ends)
+    raise ValueError(f"its format is neither {STEP_FORMAT!r} nor {HYBRID_FORMAT!r}")
+
+
+class _Lanes(NamedTuple):
+    load: tuple[Span, ...]
+    compute: tuple[Span, ...]
+
+
+def _lanes(events: Any) -> _Lanes:
     builders: list[_Builder] = []
-    for event in document["traceEvents"]:
+    for event in events:
         if event["ph"] != "X":
             continue
         if event["cat"] in TIDS:
             builders.append(_Builder(event))
         else:
-            builders[_whole(event["args"]["of"])].add(event)
+            builders[whole(event["args"]["of"])].add(event)
     spans = [builder.span() for builder in builders]
-    load = tuple(span for span in spans if span.lane == "load")
-    compute = tuple(span for span in spans if span.lane == "compute")
-    _check_lanes(load, compute)
-    return StepTrace(facts, load, compute)
-
-
-def _facts(other: dict[str, Any]) -> TraceFacts:
-    for field in dataclasses.fields(TraceFacts):
-        is_number = field.type == "int"
-        value = other[field.name]
-        if is_number:
-            _whole(value)
-        elif not isinstance(value, str):
-            raise ValueError(f"{field.name} is {value!r:.40}")
-    facts = TraceFacts(**other)
-    if facts.group_size < 1 or facts.clock not in ("device", "host"):
-        raise ValueError(f"group_size is {facts.group_size} and clock is {facts.clock!r:.40}")
-    return facts
+    return _Lanes(
+        tuple(span for span in spans if span.lane == "load"),
+        tuple(span for span in spans if span.lane == "compute"),
+    )
 
 
 class _Builder:
@@ -88,7 +96,7 @@ class _Builder:
         event, args = self._event, self._event["args"]
         begin, end = _when(event)
         layer, part = args["layer"], args["part"]
-        if part not in ("embed", "layer", "head") or (layer is None) != (part != "layer"):
+        if part not in ("embed", "layer", "head", "slice") or (layer is None) != (part != "layer"):
             raise ValueError(f"a block has the part {part!r:.40} and the layer {layer!r:.40}")
         inside = [Interval(piece.begin_ns, piece.end_ns) for piece in self._pieces]
         if self._wait is not None:
@@ -99,13 +107,19 @@ class _Builder:
         return Span(
             event["cat"],
             part,
-            None if layer is None else _whole(layer),
+            None if layer is None else whole(layer),
             begin,
             end,
-            _whole(args.get("bytes", 0)),
+            whole(args.get("bytes", 0)),
             self._wait,
             tuple(self._pieces),
+            _blocks(args["blocks"]) if part == "slice" else None,
         )
+
+
+def _blocks(value: Any) -> Blocks:
+    first, end = value
+    return Blocks(whole(first), whole(end))
 
 
 def _when(event: Any) -> Interval:
@@ -117,24 +131,3 @@ def _when(event: Any) -> Interval:
             raise ValueError(f"a time is {number!r:.40} us")
     begin_ns = round(begin * 1000)
     return Interval(begin_ns, begin_ns + round(length * 1000))
-
-
-def _whole(value: object) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise ValueError(f"{value!r:.40} is not a whole number from 0 on")
-    return value
-
-
-def _check_lanes(load: tuple[Span, ...], compute: tuple[Span, ...]) -> None:
-    """Both lanes have all layers in order, after each other."""
-    layers = [*range(len(load))]
-    parts = [span.part for span in compute]
-    if not layers or [span.layer for span in load] != layers:
-        raise ValueError("its load lane does not have one block for each layer, in order")
-    if parts != ["embed", *(["layer"] * len(layers)), "head"]:
-        raise ValueError("its compute lane is not embed, as many layers as are loaded, and head")
-    if [span.layer for span in compute[1:-1]] != layers:
-        raise ValueError("its compute lane does not have the layers in order")
-    for lane in (load, compute):
-        if any(a.end_ns > b.begin_ns for a, b in itertools.pairwise(lane)):
-            raise ValueError(f"blocks of its {lane[0].lane} lane overlap")

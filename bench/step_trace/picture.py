@@ -1,4 +1,4 @@
-"""Draws a timeline with matplotlib: two lanes, a colour for each layer, waits hatched.
+"""Draws a timeline with matplotlib: two lanes, a colour for each layer or slice, waits hatched.
 
 About 900 pixels wide, on white, so that it can be read on light and on dark pages. Equal traces
 give equal files. matplotlib is optional: `pip install interlace[plot]`.
@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from interlace.bench.step_trace.figures import figures_of
 from interlace.bench.step_trace.intervals import merged
-from interlace.bench.step_trace.trace import Span, StepTrace
+from interlace.bench.step_trace.trace import AnyTrace, HybridTrace, Span, StepTrace
 from interlace.engine.errors import ConfigError
 
 Kind = Literal["png", "svg"]
@@ -32,11 +32,15 @@ _DIGIT_INCHES = 0.065
 _RESOLUTION = 2000
 """Gaps shorter than this part of the width are not drawn."""
 _LEGEND = "numbers are layers; hatched: waiting at a gate; grey: before and after the layers"
+_HYBRID_LEGEND = (
+    "numbers are blocks of the prompt above, layers below; grey: before and after the layers"
+)
+_LAYER_RAMP, _SLICE_RAMP = "viridis", "plasma"
 _SETTINGS = {"svg.hashsalt": "interlace", "hatch.linewidth": 0.7, "font.family": "DejaVu Sans"}
 """Ids within an SVG file come from a salt, and not from chance; the font comes with matplotlib."""
 
 
-def draw_picture(trace: StepTrace, kind: Kind) -> bytes:
+def draw_picture(trace: AnyTrace, kind: Kind) -> bytes:
     """The content of a picture file. Raises: `ConfigError` without matplotlib."""
     matplotlib = _require("matplotlib")
     backend = _require(f"matplotlib.backends.backend_{'agg' if kind == 'png' else 'svg'}")
@@ -45,7 +49,7 @@ def draw_picture(trace: StepTrace, kind: Kind) -> bytes:
     with matplotlib.rc_context(_SETTINGS):
         figure = _require("matplotlib.figure").Figure((WIDTH_INCHES, HEIGHT_INCHES))
         figure.set_facecolor(_PAPER)
-        _draw(figure, matplotlib.colormaps["viridis"], trace)
+        _draw(figure, matplotlib.colormaps, trace)
         if kind == "png":
             backend.FigureCanvasAgg(figure)
             figure.savefig(content, format="png", dpi=_PNG_DPI, metadata={"Software": None})
@@ -66,13 +70,13 @@ def _require(module: str) -> Any:
         ) from error
 
 
-def _draw(figure: Any, ramp: Any, trace: StepTrace) -> None:
+def _draw(figure: Any, ramps: Any, trace: AnyTrace) -> None:
     axes = figure.add_axes(_AXES)
     axes.set_facecolor(_PAPER)
     axes.set_xlim(0, max(trace.end_ns, 1) / 1e6)
     axes.set_ylim(-0.5, 1.5)
     for span in trace.spans:
-        _draw_span(axes, span, _colour(span, ramp, len(trace.load)), trace.end_ns)
+        _draw_span(axes, span, _colour(span, ramps, trace), trace.end_ns)
     axes.set_yticks(list(_LANES.values()), list(_LANES))
     axes.tick_params(colors=_INK, labelsize=9, length=3)
     axes.tick_params(axis="y", length=0)
@@ -83,20 +87,30 @@ def _draw(figure: Any, ramp: Any, trace: StepTrace) -> None:
     for text, height, size in _titles(trace):
         figure.text(_AXES[0], height, text, color=_INK, fontsize=size, verticalalignment="top")
     right = _AXES[0] + _AXES[2]
-    figure.text(right, 0.03, _LEGEND, color=_INK, fontsize=7.5, horizontalalignment="right")
+    legend = _HYBRID_LEGEND if isinstance(trace, HybridTrace) else _LEGEND
+    figure.text(right, 0.03, legend, color=_INK, fontsize=7.5, horizontalalignment="right")
 
 
-def _titles(trace: StepTrace) -> list[tuple[str, float, float]]:
+def _titles(trace: AnyTrace) -> list[tuple[str, float, float]]:
     """(text, height in the figure, points)."""
     facts, figures = trace.facts, figures_of(trace)
-    what = f"{facts.loaded_tokens:,} tokens loaded beside computing {facts.new_tokens:,} more"
-    load = f"load {figures.load_s * 1e3:.1f} ms at {figures.load_gb_per_s:.1f} GB/s"
-    hidden = f"{figures.hidden_share:.0%} of it beside computing"
     where = f"{short_name(facts.model)}, {facts.dtype}, {facts.machine}"
+    load = f"load {figures.load_s * 1e3:.1f} ms at {figures.load_gb_per_s:.1f} GB/s"
+    of_what = "it beside computing" if isinstance(trace, StepTrace) else "the shorter lane hidden"
+    hidden = f"{figures.hidden_share:.0%} of {of_what}"
     return [
-        (f"{what}: {figures.total_s * 1e3:.1f} ms", 0.975, 11.0),
+        (f"{_what(trace)}: {figures.total_s * 1e3:.1f} ms", 0.975, 11.0),
         (f"{where}; {load}, {hidden}", 0.865, 7.5),
     ]
+
+
+def _what(trace: AnyTrace) -> str:
+    if isinstance(trace, StepTrace):
+        loaded, new = trace.facts.loaded_tokens, trace.facts.new_tokens
+        return f"{loaded:,} tokens loaded beside computing {new:,} more"
+    facts = trace.facts
+    ends = f"{facts.front_tokens:,} tokens computed, {facts.loaded_tokens:,} loaded from the back"
+    return f"{ends}, {facts.new_tokens:,} more"
 
 
 def short_name(model: str) -> str:
@@ -104,11 +118,16 @@ def short_name(model: str) -> str:
     return model if model.count("/") <= 1 else model.rsplit("/", 1)[1]
 
 
-def _colour(span: Span, ramp: Any, num_layers: int) -> Any:
-    """Along the ramp without its darkest and its palest end."""
-    if span.layer is None:
+def _colour(span: Span, ramps: Any, trace: AnyTrace) -> Any:
+    """Along a ramp without its darkest and its palest end: by the layer, or by where in the prompt
+    a slice is."""
+    if span.blocks is not None and isinstance(trace, HybridTrace):
+        place, last, ramp = span.blocks.first, trace.facts.num_blocks - 1, ramps[_SLICE_RAMP]
+    elif span.layer is not None:
+        place, last, ramp = span.layer, trace.num_layers - 1, ramps[_LAYER_RAMP]
+    else:
         return _ENDS
-    return ramp(0.12 + 0.76 * span.layer / max(num_layers - 1, 1))
+    return ramp(0.12 + 0.76 * place / max(last, 1))
 
 
 def _draw_span(axes: Any, span: Span, colour: Any, total_ns: int) -> None:

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 from interlace.bench.profiled_run import profiled_run
-from interlace.bench.step_trace.build import StepMarks
-from interlace.bench.step_trace.device import DeviceEvent, Kind, LoadShape, marks_of
+from interlace.bench.step_trace.device import DeviceEvent, Kind
 from interlace.engine.device_thread import DeviceThread
 from interlace.engine.errors import InterlaceError
 
 T = TypeVar("T")
+M = TypeVar("M")
 
 _CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset")
 """What the profiler's file calls work of a GPU."""
@@ -29,24 +29,24 @@ def cuda_profiler() -> Any:
     return profile(activities=[ProfilerActivity.CUDA])
 
 
-class ProfiledSteps:
+class ProfiledSteps(Generic[M]):
     """A `StepRecorder` for a GPU. The profiler is started, and stopped, on the device thread."""
 
     def __init__(
         self,
         device: DeviceThread,
-        shape: LoadShape,
+        read: Callable[[Sequence[DeviceEvent]], M],
         make_profiler: Callable[[], Any] = cuda_profiler,
     ) -> None:
-        """`shape`: of what each run loads. `make_profiler` is for tests."""
+        """`read`: from what the GPU did to what was seen. `make_profiler` is for tests."""
         self._device = device
-        self._shape = shape
+        self._read = read
         self._make_profiler = make_profiler
 
-    async def record(self, run: Callable[[], Awaitable[T]]) -> tuple[T, StepMarks]:
+    async def record(self, run: Callable[[], Awaitable[T]]) -> tuple[T, M]:
         """See `StepRecorder`. Raises: also `InterlaceError` if the profiler cannot be used."""
         outcome, events = await profiled_run(self._device, self._start, run, _stop)
-        return outcome, marks_of(events, self._shape)
+        return outcome, self._read(events)
 
     def _start(self) -> Any:
         profiler = self._make_profiler()

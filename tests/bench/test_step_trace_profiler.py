@@ -5,14 +5,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
 import torch
 from step_trace_kit import SHAPE
 
-from interlace.bench.step_trace.device import DeviceEvent
+from interlace.bench.step_trace.build import StepMarks
+from interlace.bench.step_trace.device import DeviceEvent, marks_of
 from interlace.bench.step_trace.profiler import ProfiledSteps, read_events
 from interlace.engine.device_thread import DeviceThread
 from interlace.engine.errors import InterlaceError
@@ -66,19 +67,23 @@ def device() -> Iterator[DeviceThread]:
         yield thread
 
 
+def read(events: Sequence[DeviceEvent]) -> StepMarks:
+    return marks_of(events, SHAPE)
+
+
 def cpu_profiler() -> Any:
     return torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
 
 
 async def test_a_real_profiler_is_read(device: DeviceThread) -> None:
     """One of a CPU, so it sees no work of GPUs, which is said."""
-    steps = ProfiledSteps(device, SHAPE, cpu_profiler)
+    steps = ProfiledSteps(device, read, cpu_profiler)
     with pytest.raises(InterlaceError, match="0 kernels rope_write_kernel"):
         await steps.record(lambda: device.submit(lambda: torch.ones(3).sum()))
 
 
 async def test_the_profiler_ends_when_the_run_fails(device: DeviceThread) -> None:
-    steps = ProfiledSteps(device, SHAPE, cpu_profiler)
+    steps = ProfiledSteps(device, read, cpu_profiler)
 
     async def fail() -> None:
         raise ValueError("mine")
@@ -89,7 +94,7 @@ async def test_the_profiler_ends_when_the_run_fails(device: DeviceThread) -> Non
 
 
 async def test_the_profiler_ends_before_a_cancelled_caller_is_told(device: DeviceThread) -> None:
-    steps = ProfiledSteps(device, SHAPE, cpu_profiler)
+    steps = ProfiledSteps(device, read, cpu_profiler)
     running = asyncio.Event()
 
     async def hang() -> None:
@@ -112,4 +117,4 @@ async def test_a_profiler_that_does_not_start(device: DeviceThread) -> None:
             raise RuntimeError("CUPTI is busy")
 
     with pytest.raises(InterlaceError, match=r"does not start \(CUPTI is busy\)"):
-        await ProfiledSteps(device, SHAPE, Broken).record(lambda: asyncio.sleep(0))
+        await ProfiledSteps(device, read, Broken).record(lambda: asyncio.sleep(0))

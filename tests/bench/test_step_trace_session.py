@@ -19,6 +19,7 @@ from interlace.bench.step_trace.parse import from_json
 from interlace.bench.step_trace.session import median_trace, record_timeline
 from interlace.bench.step_trace.setup import TimelinePlan
 from interlace.bench.step_trace.tape import StepTape
+from interlace.bench.step_trace.trace import HybridTrace, StepTrace
 from interlace.engine.clock import MonotonicClock
 from interlace.engine.errors import ConfigError, InterlaceError
 from interlace.layers.checkpoint.loading import Silent
@@ -47,6 +48,7 @@ async def test_a_step_of_a_real_engine(prepared: Prepared) -> None:
     plan = TimelinePlan(prefix_tokens=96, new_tokens=20, repeats=2, group_size=9)
     async with asyncio.timeout(60):
         report, trace = await record_timeline(prepared, plan, MonotonicClock(), Silent())
+    assert isinstance(trace, StepTrace)
     facts = trace.facts
     assert (facts.loaded_tokens, facts.new_tokens, facts.clock) == (96, 20, "host")
     assert facts.group_size == 3, "there are no more layers"
@@ -62,6 +64,54 @@ async def test_a_step_of_a_real_engine(prepared: Prepared) -> None:
     assert row.case == "20 new"
     assert len(row.figures["total ms"].samples) == 2
     assert report.settings["group_size"] == 3
+
+
+async def test_a_prompt_from_both_ends_of_a_real_engine(prepared: Prepared) -> None:
+    plan = TimelinePlan(prefix_tokens=320, new_tokens=20, repeats=3, load_mode="hybrid")
+    async with asyncio.timeout(60):
+        report, trace = await record_timeline(prepared, plan, MonotonicClock(), Silent())
+    assert isinstance(trace, HybridTrace)
+    facts = trace.facts
+    assert (facts.num_layers, facts.block_size, facts.clock) == (3, 16, "host")
+    assert facts.front_tokens + facts.loaded_tokens == 320
+    assert facts.front_tokens >= 16 <= facts.loaded_tokens, "a block at least from each side"
+    assert sum(step.num_tokens for step in facts.steps) == facts.front_tokens + 20
+    ids = [step.step_id for step in facts.steps]
+    assert ids == sorted(set(ids))
+    assert [span.label for span in trace.compute] == ["embed", "0", "1", "2", "head"] * len(ids)
+    # K and V of a token in 3 layers, 2 heads of 16 numbers of 4 bytes
+    num_bytes = sum(span.num_bytes for span in trace.load)
+    assert num_bytes == facts.loaded_tokens * 3 * 2 * 2 * 16 * 4
+    assert max(span.end_ns for span in trace.load) <= trace.compute[-1].end_ns == trace.end_ns
+    assert from_json(to_json(trace)) == trace
+    (row,) = report.rows
+    both = [row.figures[f"{side} tokens"] for side in ("front", "back")]
+    assert [a + b for a, b in zip(*(spread.samples for spread in both), strict=True)] == [320] * 3
+    assert len(row.figures["steps"].samples) == 3
+    assert report.settings["load_mode"] == "hybrid"
+    assert "group_size" not in report.settings
+
+
+async def test_new_tokens_behind_both_ends_may_take_several_steps(prepared: Prepared) -> None:
+    plan = TimelinePlan(prefix_tokens=64, new_tokens=200, repeats=1, load_mode="hybrid")
+    async with asyncio.timeout(60):
+        _, trace = await record_timeline(prepared, plan, MonotonicClock(), Silent())
+    assert isinstance(trace, HybridTrace)
+    assert len(trace.facts.steps) >= 3
+    assert max(step.num_tokens for step in trace.facts.steps) == 128
+
+
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [
+        (TimelinePlan(16, 20, 1, load_mode="hybrid"), "take 32 or more for --load-mode hybrid"),
+        (TimelinePlan(40, 20, 1, load_mode="hybrid"), "take a multiple of 16"),
+        (TimelinePlan(64, 20, 1, 2, "hybrid"), "--group-size is of loads layer by layer"),
+    ],
+)
+def test_plans_for_both_ends_that_cannot_be_had(plan: TimelinePlan, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        plan.check()
 
 
 async def test_new_tokens_that_take_several_steps(prepared: Prepared) -> None:

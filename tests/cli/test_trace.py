@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 from interlace.bench.step_trace.build import build_trace
 from interlace.bench.step_trace.file import read_file, to_json
 from interlace.bench.step_trace.text import lines
+from interlace.bench.step_trace.trace import HybridTrace
 from interlace.cli.app import app
 from interlace.engine.errors import ConfigError
 
@@ -112,6 +113,26 @@ def test_a_step_is_recorded(tmp_path: Path) -> None:
     assert "64 tokens loaded, 8 computed" in err
 
 
+def test_a_prompt_from_both_ends_is_recorded_and_shown(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    target = tmp_path / "both.json"
+    options = ["--device", "cpu", "--prompt-tokens", "128", "--new", "8", "--repeats", "1"]
+    code, out, err = run(
+        "bench", "timeline", "--model", f"dummy:{tmp_path}/config.json", *options,
+        "--load-mode", "hybrid", "--trace", str(target), "--json", "-",
+    )  # fmt: skip
+    assert code == 0, out + err
+    figures = json.loads(out)["rows"][0]["figures"]
+    assert figures["front tokens"]["median"] + figures["back tokens"]["median"] == 128
+    trace = read_file(target)
+    assert isinstance(trace, HybridTrace)
+    assert "128 tokens from both ends, 8 behind them" in err
+    code, out, err = run("trace", str(target))
+    assert (code, err) == (0, "")
+    assert out.splitlines() == lines(trace)
+    assert f"met               at block {trace.facts.meeting_block} of 8" in out
+
+
 @pytest.mark.parametrize(
     ("args", "code", "message"),
     [
@@ -120,6 +141,9 @@ def test_a_step_is_recorded(tmp_path: Path) -> None:
         (["--trace", "{tmp}"], 1, "cannot be written"),
         (["--trace", "{tmp}/x", "--json", "/no/such/folder/x"], 1, "--json /no/such/folder/x"),
         (["--trace", "{tmp}/x", "--prompt-tokens", "100"], 1, "not whole blocks"),
+        (["--trace", "{tmp}/x", "--load-mode", "bulk"], 2, "--load-mode"),
+        (["--trace", "{tmp}/x", "--load-mode", "hybrid", "--prompt-tokens", "16"], 1, "take 32"),
+        (["--trace", "{tmp}/x", "--load-mode", "hybrid", "--group-size", "2"], 1, "leave it out"),
         (["--trace", "{tmp}/x", "--new", "0"], 2, "--new"),
         (["--trace", "{tmp}/x", "--repeats", "0"], 2, "--repeats"),
         (["--trace", "{tmp}/x", "--group-size", "0"], 2, "--group-size"),

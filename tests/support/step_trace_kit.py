@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from interlace.bench.step_trace.build import LayerLoad, StepMarks, build_trace
 from interlace.bench.step_trace.device import DeviceEvent, LoadShape
+from interlace.bench.step_trace.facts import TraceFacts
 from interlace.bench.step_trace.intervals import Interval
-from interlace.bench.step_trace.trace import StepTrace, TraceFacts
+from interlace.bench.step_trace.trace import StepTrace
 from interlace.connectors.pipeline.layer_groups import LayerGroups
 
 US = 1000

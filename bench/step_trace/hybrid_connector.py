@@ -1,0 +1,129 @@
+"""PipelineConnector, and a tape on which it notes what it does for a prompt from both ends.
+
+Named by `kv_connector_module_path`; its configuration has a `HybridTape` beside PipelineConnector's
+own options. It is never idle: each step is seen. On a CPU its layer hooks, which have nothing to
+wait for in such steps, tell when each layer begins; on a GPU they are left out as ever.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from interlace.bench.connector_option import take_option
+from interlace.bench.step_trace.copies import PassingCopies
+from interlace.bench.step_trace.facts import RanStep
+from interlace.bench.step_trace.hybrid_tape import TAPE, HybridTape, NotedSlice
+from interlace.connectors.pipeline.layer_pipeline import LaneCopies, LayerPipeline
+from interlace.connectors.pipeline.messages import PipelineMetadata
+from interlace.connectors.pipeline.options import PipelineOptions
+from interlace.connectors.pipeline.worker import PipelineWorker
+from interlace.connectors.pipeline.worker_feeder import Copies
+from interlace.connectors.pipeline_connector import PipelineConnector
+from interlace.engine.config import EngineConfig
+from interlace.engine.kv_connector import KVCacheConfig, KVConnectorRole
+from interlace.engine.ports import Lanes
+from interlace.engine.scheduler_output import SchedulerOutput
+from interlace.layers.page_copies import Copied, Runs
+
+if TYPE_CHECKING:
+    import torch
+
+    from interlace.layers.forward_context import ForwardContext
+
+
+class HybridNotesConnector(PipelineConnector):
+    """See the module's docstring, and the base class for when each method is called."""
+
+    def __init__(
+        self,
+        vllm_config: EngineConfig,
+        role: KVConnectorRole,
+        kv_cache_config: KVCacheConfig | None = None,
+    ) -> None:
+        """Raises: `ConfigError` without a tape, and what the base class raises."""
+        self._tape, config = take_option(vllm_config, TAPE, HybridTape, type(self))
+        super().__init__(config, role, kv_cache_config)
+        self._sees_layers = False
+
+    def _make_worker_side(self) -> None:
+        self._worker_side = _NotingWorker(self.options, self.lanes, self._tape)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> PipelineMetadata:
+        """As the base class, but never idle."""
+        metadata = super().build_connector_meta(scheduler_output)
+        return dataclasses.replace(metadata, is_idle=False) if metadata.is_idle else metadata
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """As the base class."""
+        self._sees_layers = next(iter(kv_caches.values())).device.type == "cpu"
+        super().register_kv_caches(kv_caches)
+
+    def has_connector_metadata(self) -> bool:
+        """On a CPU always, so that the layer hooks are called."""
+        return self._sees_layers or super().has_connector_metadata()
+
+    def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
+        """Note the begin of a step that computes."""
+        metadata = self._metadata
+        if metadata.num_tokens:
+            self._tape.begin(RanStep(metadata.step_id, metadata.num_tokens))
+        super().start_load_kv(forward_context, **kwargs)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Note the begin of a layer."""
+        self._tape.reach()
+        super().wait_for_layer_load(layer_name)
+
+    def wait_for_save(self) -> None:
+        """Note the end of the forward."""
+        self._tape.end_forward()
+        super().wait_for_save()
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        """Note the end of the step: it has sampled by now."""
+        self._tape.end()
+        return super().get_finished(finished_req_ids)
+
+
+class _NotingWorker(PipelineWorker):
+    """Notes loads from the back, and the slices that its lane "bulk" copies."""
+
+    def __init__(self, options: PipelineOptions, lanes: Lanes, tape: HybridTape) -> None:
+        super().__init__(options, lanes)
+        self._tape = tape
+
+    def make_pipeline(
+        self, records: torch.Tensor, layers: Sequence[torch.Tensor], lanes: Lanes
+    ) -> LayerPipeline:
+        """As the base class, but for the lane "bulk"."""
+        copies = LaneCopies.over(records, layers)
+        copies = copies._replace(bulk=_NotingCopies(copies.bulk, self._tape))
+        return LayerPipeline(lanes, copies, group_size=self._options.group_size)
+
+    def start(self, metadata: PipelineMetadata, *, by_layer: bool = False) -> None:
+        """Note the loads first: a GPU's copies are queued within this."""
+        for load in metadata.loads:
+            if load.share is not None:
+                self._tape.note_load(load.request_id, load.runs)
+        super().start(metadata, by_layer=by_layer)
+
+
+class _NotingCopies(PassingCopies):
+    """`Copies` that note each load over several layers. Lane's thread."""
+
+    def __init__(self, copies: Copies, tape: HybridTape) -> None:
+        super().__init__(copies)
+        self._tape = tape
+
+    def load_layers(self, layers: range, runs: Runs) -> Iterator[Copied]:
+        """See `Copies`; noted when all of it was copied, or queued."""
+        begin = self._tape.now_ns()
+        num_bytes = num_copies = 0
+        for copied in super().load_layers(layers, runs):
+            num_bytes += copied.num_bytes
+            num_copies += copied.num_copies
+            yield copied
+        end = self._tape.now_ns()
+        self._tape.add_slice(NotedSlice(runs.runs, begin, end, num_bytes, num_copies))
