@@ -128,9 +128,8 @@ class StepLoop:
         try:
             while True:
                 self._wake.clear()
-                if self._apply_ended_steps() and not self._scheduler.has_requests:
-                    # Nothing is to be computed: whoever waits for these tokens goes first.
-                    await asyncio.sleep(0)
+                if self._apply_ended_steps() and self._may_deliver_first:
+                    await asyncio.sleep(0)  # whoever waits for these tokens goes first
                 self._launch_steps()
                 self._await_oldest_step()
                 self._offer_blocks()
@@ -146,6 +145,12 @@ class StepLoop:
             raise
         finally:
             await self._drain()
+
+    @property
+    def _may_deliver_first(self) -> bool:
+        """Whether the device does not wait for the next plan: it has another step to compute, or
+        there is nothing to compute."""
+        return bool(self._inflight) or not self._scheduler.has_requests
 
     @property
     def _lingers(self) -> bool:

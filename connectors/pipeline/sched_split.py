@@ -8,6 +8,7 @@ under way, it keeps.
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Callable
 from typing import NamedTuple, TypeAlias
 
@@ -18,6 +19,8 @@ ComputeTime: TypeAlias = Callable[[int, int], float | None]
 LoadTime: TypeAlias = Callable[[int], float | None]
 """Number of blocks -> seconds to load them; None if it is not known."""
 
+LONGEST_STEP_S = 0.040
+"""Of the steps that compute a front. Shorter ones would cost the device more than they bring."""
 _LEAST_MOVED = 4
 """Blocks: for fewer, nothing changes."""
 _LEAST_GAIN_S = 0.001
@@ -54,6 +57,21 @@ def balance(
             high = middle
     candidates = range(max(first, low - 1), low + 1)
     return min(candidates, key=lambda block: max(compute_s(block), load_s(block)))
+
+
+def stop_of_step(first: int, end: int, block_size: int, compute_s: ComputeTime) -> int:
+    """Up to where of tokens [first, end) one step should compute, for steps of about
+    `LONGEST_STEP_S`, all alike; `end` if times are not known. A whole number of blocks, as `end`.
+    """
+    whole_s = compute_s(first, end) if first < end else None
+    if whole_s is None or whole_s < 1.5 * LONGEST_STEP_S:
+        return end
+    part_s = whole_s / round(whole_s / LONGEST_STEP_S)
+    blocks = range(first // block_size + 1, end // block_size)
+    found = bisect.bisect_left(
+        blocks, part_s, key=lambda block: compute_s(first, block * block_size) or 0.0
+    )
+    return (blocks.start + found) * block_size
 
 
 class Split:

@@ -23,7 +23,7 @@ from interlace.connectors.pipeline.planner import SavePlanner, Tracked
 from interlace.connectors.pipeline.rates import Forecast, LoadRate, StepTimes, Way, choose_way
 from interlace.connectors.pipeline.sched_runs import record_runs
 from interlace.connectors.pipeline.sched_samples import TimedSteps
-from interlace.connectors.pipeline.sched_split import PlannedStep, Split, balance
+from interlace.connectors.pipeline.sched_split import PlannedStep, Split, balance, stop_of_step
 from interlace.connectors.pipeline.sched_stats import Counter, PipelineStats
 from interlace.connectors.step_tables import computed_before, follow_blocks
 from interlace.engine.kv_connector import KVCacheBlocks, KVConnectorOutput
@@ -170,12 +170,21 @@ class PipelineScheduler:
         """What the split says, of a load from the back that is promised or under way."""
         split = self._splits.get(request.request_id)
         if split is not None:
-            return split.compute_end
+            if not self._requests[request.request_id].is_loading:
+                return split.compute_end
+            return self._next_stop(request.num_computed_tokens, split.compute_end)
         offer = self._offers.get(request.request_id)
         if offer is None or offer.way is not Way.HYBRID:
             return None
         self._offers[request.request_id] = offer._replace(runs_at_once=True)
-        return offer.floor * self._block_size
+        return self._next_stop(offer.num_local, offer.floor * self._block_size)
+
+    def _next_stop(self, first: int, end: int) -> int:
+        """Up to where the next step should compute tokens [first, end) while a load goes on.
+
+        Between two steps the load is fed, and the split is looked at again: so none is very long.
+        """
+        return stop_of_step(first, end, self._block_size, self._computing_s)
 
     def _end_of_stored(self, request: Request, first: int) -> int:
         """The first block from `first` on that is not stored, or holds the last token."""

@@ -29,6 +29,7 @@ from interlace.connectors.pipeline.messages import (
 )
 from interlace.connectors.pipeline.options import PipelineOptions
 from interlace.connectors.pipeline.records import HostRecords
+from interlace.connectors.pipeline.sched_split import LONGEST_STEP_S
 from interlace.connectors.pipeline.worker_samples import StepSampler
 from interlace.engine.errors import ConnectorError
 from interlace.engine.ports import Lanes, LayerGates
@@ -42,8 +43,8 @@ _CLOSE_S = 10.0
 _QUEUED_S = 0.004
 """Of loading beside the steps is under way at a time: what passes from one decode step to the next,
 and what a load within a step has to wait for at most."""
-_HURRIED_S = 0.020
-"""Of loading from the back is under way at a time: as long as it takes to launch a long step."""
+_HURRIED_S = 1.5 * LONGEST_STEP_S
+"""Of loading from the back is under way at a time: who feeds it comes by once a step."""
 
 
 class PipelineWorker:

@@ -11,6 +11,7 @@ from paged_oracle import answer
 from interlace.engine.errors import EngineDeadError
 from interlace.engine.outputs import ModelRunnerOutput
 from interlace.engine.ports import PendingStep
+from interlace.engine.scheduler import Scheduler
 from interlace.engine.scheduler_output import SchedulerOutput
 
 PROMPT = [3, 1, 4, 1, 5]
@@ -69,3 +70,27 @@ async def test_a_step_that_fails_ends_everyone(what: str, depth: int) -> None:
     num_waited = sum(call[0] == "wait" for call in runner.calls)
     num_launched = sum(call[0] == "launch" for call in runner.calls)
     assert num_waited == num_launched - (what == "launch")  # nothing is abandoned
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+async def test_tokens_go_out_before_the_next_step_is_planned_if_the_device_has_another(
+    depth: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Planning may take long. A device that waits for it is served first."""
+    order: list[str] = []
+    schedule = Scheduler.schedule
+
+    def noted(scheduler: Scheduler, *, poll: bool = False) -> SchedulerOutput | None:
+        plan = schedule(scheduler, poll=poll)
+        if plan is not None:
+            order.append("plan")
+        return plan
+
+    monkeypatch.setattr(Scheduler, "schedule", noted)
+    async with asyncio.timeout(PATIENCE_S), build_engine(AheadRunner(), depth=depth) as engine:
+        async for out in engine.generate(PROMPT, greedy(6)):
+            order += ["token"] * len(out.token_ids)
+    # At depth 1 the second step is planned when the first has ended, and goes before its token; at
+    # depth 2 it was planned with the first, and the third one comes after it.
+    num_planned = [order[:i].count("plan") for i, what in enumerate(order) if what == "token"]
+    assert num_planned == [2, 3, 4, 5, 6, 6]

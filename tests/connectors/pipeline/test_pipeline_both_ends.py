@@ -381,7 +381,7 @@ class Traffic:
 
 def test_random_traffic_over_prompts_that_come_from_both_ends() -> None:
     seen = collections.Counter[str]()
-    for seed in range(24):
+    for seed in range(48):
         traffic = Traffic(seed)
         for number in range(12):
             traffic.add(number)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable, Iterator
 
@@ -10,7 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from interlace.connectors.pipeline.messages import Share, ShareReport
-from interlace.connectors.pipeline.sched_split import PlannedStep, Split, balance
+from interlace.connectors.pipeline.sched_split import (
+    LONGEST_STEP_S,
+    PlannedStep,
+    Split,
+    balance,
+    stop_of_step,
+)
 from interlace.connectors.pipeline.worker_backward import BackwardTransfer, split_back
 from interlace.connectors.pipeline.worker_feeder import Feeder
 from interlace.connectors.pipeline.worker_times import ClockStopwatch
@@ -219,3 +226,48 @@ def test_runs_that_do_not_fit_are_refused_as_a_whole() -> None:
         BackwardTransfer(
             copies, ((0, 0, 4), (-1, 4, 1)), 2, after=None, window_bytes=1, watch=watch
         )
+
+
+# -------------------------------------------------------------------- steps of a front
+
+
+def steps_of(end: int, token_s: float, pair_s: float = 0.0) -> list[int]:
+    """Tokens of the steps that compute [0, end), each as far as it should go."""
+
+    def compute_s(first: int, stop: int) -> float:
+        return token_s * (stop - first) + pair_s * (stop**2 - first**2) / 2
+
+    stops = [0]
+    while stops[-1] < end:
+        stops.append(stop_of_step(stops[-1], end, 16, compute_s))
+        assert stops[-1] % 16 == 0
+        assert stops[-1] > stops[-2]
+    return [b - a for a, b in itertools.pairwise(stops)]
+
+
+def test_a_front_that_takes_long_is_computed_in_steps_that_take_equally_long() -> None:
+    assert steps_of(1600, LONGEST_STEP_S / 400) == [400] * 4
+    assert steps_of(1600, LONGEST_STEP_S / 1600) == [1600]
+    assert steps_of(2304, LONGEST_STEP_S / 1600) == [2304], "not half as long again"
+    assert steps_of(2400, LONGEST_STEP_S / 1600) == [1200, 1200]
+    rising = steps_of(4096, 1e-5, 1e-8)
+    assert rising == sorted(rising, reverse=True), "later tokens take longer"
+    assert len(rising) > 1
+
+
+def test_one_step_if_times_are_not_known_or_blocks_take_longer() -> None:
+    assert stop_of_step(0, 1600, 16, lambda first, end: None) == 1600
+    assert steps_of(64, 1.0) == [16] * 4
+
+
+@given(
+    first=st.integers(0, 2000),
+    blocks=st.integers(0, 200),
+    token_s=st.floats(1e-7, 1e-2),
+)
+def test_a_step_ends_at_a_block_within_the_front(first: int, blocks: int, token_s: float) -> None:
+    end = (-(-first // 16) + blocks) * 16
+    stop = stop_of_step(first, end, 16, lambda a, b: token_s * (b - a))
+    assert stop % 16 == 0
+    assert stop <= end
+    assert stop > first or stop == end
