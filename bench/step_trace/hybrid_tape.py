@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from interlace.bench.step_trace.build import LayerLoad, StepMarks
 from interlace.bench.step_trace.facts import RanStep
@@ -17,7 +17,9 @@ from interlace.bench.step_trace.intervals import Interval
 from interlace.bench.step_trace.trace import Blocks
 from interlace.engine.errors import InterlaceError
 from interlace.engine.ports import Clock
-from interlace.layers.page_copies import Run
+
+if TYPE_CHECKING:
+    from interlace.layers.page_copies import Run
 
 TAPE = "tape"
 """Key of the tape among the options of `HybridNotesConnector`."""

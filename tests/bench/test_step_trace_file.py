@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from step_trace_kit import SHAPE, a_step, a_trace, facts
+from step_trace_kit import SHAPE, a_step, a_trace, facts, of_both_ends
 
 from interlace.bench.step_trace import file as trace_file
 from interlace.bench.step_trace.build import build_trace
@@ -33,6 +33,31 @@ def test_what_perfetto_finds() -> None:
     assert {e["tid"] for e in gates} == {2}
     kernels = [e["name"] for e in events if e.get("cat") == "piece" and e["tid"] == 2]
     assert kernels.count("rope_write_kernel") == 4
+
+
+def test_what_perfetto_finds_of_both_ends() -> None:
+    document = json.loads(to_json(of_both_ends()))
+    assert document["otherData"]["format"] == "interlace hybrid timeline 1"
+    assert document["otherData"]["steps"] == [[42, 256], [43, 128], [44, 8]]
+    events = document["traceEvents"]
+    assert events[0]["args"]["name"] == "request request-7"
+    one, _ = [e for e in events if e.get("cat") == "load"]
+    assert (one["name"], one["ts"], one["dur"]) == ("blocks 40-63", 0.0, 240.0)
+    assert (one["args"]["blocks"], one["args"]["bytes"]) == ([40, 64], 24_000)
+    computed = [e for e in events if e.get("cat") == "compute"]
+    assert [e["args"]["step"] for e in computed] == [42] * 6 + [43] * 6 + [44] * 6
+    assert computed[7]["name"] == "layer 0"
+
+
+def test_files_of_steps_have_the_format_that_they_always_had() -> None:
+    """So files that were written before there were others are read, and those that are written now
+    are read by who knows no others."""
+    document = json.loads(to_json(a_trace(2)))
+    assert document["otherData"]["format"] == "interlace step timeline 1"
+    layer = next(e for e in document["traceEvents"] if e.get("cat") == "load")
+    assert layer["args"] == {
+        "layer": 0, "part": "layer", "request": "request-7", "step": 42, "bytes": 8000,
+    }  # fmt: skip
 
 
 def test_a_long_name_is_cut(tmp_path: Path) -> None:
@@ -101,6 +126,40 @@ DAMAGES: dict[str, Damage] = {
     "a wait of nobody": lambda d: waits(d)[0]["args"].update(of=99),
     "a wait counted from the end": lambda d: waits(d)[0]["args"].update(of=-1),
     "a wait outside of its layer": lambda d: waits(d)[0].update(ts=0.0),
+    "a slice": lambda d: spans(d)[0]["args"].update(part="slice", layer=None, blocks=[0, 1]),
+    "facts of both ends": lambda d: d["otherData"].update(json.loads(both_ends())["otherData"]),
+}
+BOTH_ENDS_DAMAGES: dict[str, Damage] = {
+    "facts of a step": lambda d: d["otherData"].update(json.loads(to_json(a_trace()))["otherData"]),
+    "a version to come": lambda d: d["otherData"].update(format="interlace hybrid timeline 2"),
+    "no number of layers": lambda d: d["otherData"].pop("num_layers"),
+    "no layers": lambda d: d["otherData"].update(num_layers=0),
+    "more layers": lambda d: d["otherData"].update(num_layers=5),
+    "layers without end": lambda d: d["otherData"].update(num_layers=1 << 40),
+    "blocks without tokens": lambda d: d["otherData"].update(block_size=0),
+    "steps that are text": lambda d: d["otherData"].update(steps="42"),
+    "steps that are a number": lambda d: d["otherData"].update(steps=3),
+    "a step too few": lambda d: d["otherData"]["steps"].pop(),
+    "a step too many": lambda d: d["otherData"]["steps"].append([45, 0]),
+    "a step of three numbers": lambda d: d["otherData"]["steps"][0].append(1),
+    "a step with a number that is none": lambda d: d["otherData"]["steps"][0].__setitem__(0, "42"),
+    "tokens that nobody computed": lambda d: d["otherData"].update(new_tokens=9),
+    "tokens that nobody loaded": lambda d: d["otherData"].update(loaded_tokens=656),
+    "an end that is not met": lambda d: d["otherData"].update(front_tokens=368, loaded_tokens=656),
+    "half a block": lambda d: d["otherData"].update(front_tokens=383, new_tokens=9),
+    "no slices": lambda d: [d["traceEvents"].remove(e) for e in spans(d)[:2]],
+    "a slice too few": lambda d: d["traceEvents"].remove(spans(d)[1]),
+    "a slice of no blocks": lambda d: spans(d)[1]["args"].update(blocks=[40, 40]),
+    "a slice that goes up": lambda d: spans(d)[1]["args"].update(blocks=[40, 24]),
+    "a slice of one number": lambda d: spans(d)[1]["args"].update(blocks=[24]),
+    "a slice of text": lambda d: spans(d)[1]["args"].update(blocks=["24", "40"]),
+    "a slice without numbers": lambda d: spans(d)[1]["args"].pop("blocks"),
+    "a slice below zero": lambda d: spans(d)[1]["args"].update(blocks=[-1, 40]),
+    "a slice with another part": lambda d: spans(d)[1]["args"].update(part="head"),
+    "slices that overlap": lambda d: spans(d)[0].update(dur=300.0),
+    "a slice that computes": lambda d: spans(d)[2]["args"].update(part="slice", blocks=[0, 1]),
+    "a layer less": lambda d: d["traceEvents"].remove(spans(d)[4]),
+    "steps that overlap": lambda d: spans(d)[7].update(dur=90.0),
 }
 
 
@@ -112,10 +171,24 @@ def waits(document: Any) -> list[Any]:
     return [e for e in document["traceEvents"] if e.get("cat") == "wait"]
 
 
-@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
-def test_a_damaged_file_is_refused(damage: Damage, tmp_path: Path) -> None:
-    document = json.loads(to_json(a_trace(load_us=100, compute_us=30)))
+def both_ends() -> str:
+    return to_json(of_both_ends())
+
+
+def check_refused(content: str, damage: Damage, path: Path) -> None:
+    document = json.loads(content)
+    path.write_text(json.dumps(document))
+    read_file(path)
     damage(document)
-    path = tmp_path / "trace.json"
     path.write_text(json.dumps(document))
     assert "is no timeline of a step" in refused(path)
+
+
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
+def test_a_damaged_file_is_refused(damage: Damage, tmp_path: Path) -> None:
+    check_refused(to_json(a_trace(load_us=100, compute_us=30)), damage, tmp_path / "trace.json")
+
+
+@pytest.mark.parametrize("damage", BOTH_ENDS_DAMAGES.values(), ids=BOTH_ENDS_DAMAGES)
+def test_a_damaged_file_of_both_ends_is_refused(damage: Damage, tmp_path: Path) -> None:
+    check_refused(both_ends(), damage, tmp_path / "trace.json")

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import struct
 import sys
 import xml.etree.ElementTree as ET
 
 import pytest
-from step_trace_kit import SHAPE, a_step, a_trace, facts
+from step_trace_kit import SHAPE, a_step, a_trace, both_ends_marks, facts, of_both_ends
 
 from interlace.bench.step_trace.build import LayerLoad, StepMarks, build_trace
 from interlace.bench.step_trace.device import marks_of
@@ -36,6 +37,35 @@ def test_equal_timelines_give_equal_svg_files() -> None:
     assert "<!-- head -->" in text, "labels of blocks, which are drawn as outlines"
     assert "<!-- 3 -->" in text
     assert "hatch" in text
+
+
+def test_both_ends() -> None:
+    pytest.importorskip("matplotlib")
+    first = draw_picture(of_both_ends(), "svg")
+    assert draw_picture(of_both_ends(), "svg") == first
+    text = first.decode()
+    for label in ("40-63", "24-39", "3"):
+        assert f"<!-- {label} -->" in text
+    assert "384 tokens computed, 640 loaded from the back, 8 more" in text
+    assert "numbers are blocks of the prompt above, layers below" in text
+    assert "<pattern" not in text, "nothing waits"
+    png = draw_picture(of_both_ends(both_ends_marks((1,) * 40, (1,) * 9)), "png")
+    assert struct.unpack(">II", png[16:24])[0] == 1800
+
+
+def test_slices_have_colours_along_the_prompt() -> None:
+    """Of two slices of other sizes that begin at the same block, one colour; of others, others."""
+    pytest.importorskip("matplotlib")
+
+    def colours(sizes: tuple[int, ...]) -> list[str]:
+        trace = of_both_ends(both_ends_marks(sizes, (10,)))
+        text = draw_picture(trace, "svg").decode()
+        found = re.findall(r"fill: (#[0-9a-f]{6}); stroke: #ffffff", text)
+        return found[: len(sizes)]
+
+    first, second = colours((30, 10)), colours((20, 20))
+    assert first[1] == second[1]
+    assert len({*first, *second}) == 3
 
 
 def test_png() -> None:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from step_trace_kit import a_trace
+from step_trace_kit import Ticks, a_trace
 
 from interlace.bench.session import Prepared, prepare
 from interlace.bench.settings import Settings
@@ -130,17 +130,6 @@ def test_the_median() -> None:
     traces = [a_trace(2, load_us=us) for us in (500, 100, 300, 200)]
     assert median_trace(traces) is traces[3]
     assert median_trace(traces[:3]) is traces[2]
-
-
-class Ticks:
-    """A clock that goes on by a microsecond whenever it is read."""
-
-    def __init__(self) -> None:
-        self.now = 0
-
-    def monotonic(self) -> float:
-        self.now += 1
-        return self.now / 1e6
 
 
 def test_a_tape_of_half_a_step_is_refused() -> None:
