@@ -94,9 +94,18 @@ def check_meeting(slices: Sequence[Blocks], facts: HybridFacts) -> None:
 
 def _load_spans(slices: Iterable[SliceLoad], zero: int) -> Iterator[Span]:
     begin = 0
-    for blocks, load in ((one.blocks, one.load) for one in slices):
-        begin, end, pieces = placed(load, begin, zero)
-        yield Span("load", "slice", None, begin, end, load.num_bytes, pieces=pieces, blocks=blocks)
+    for one in slices:
+        begin, end, pieces = placed(one.load, begin, zero)
+        yield Span(
+            "load",
+            "slice",
+            None,
+            begin,
+            end,
+            one.load.num_bytes,
+            pieces=pieces,
+            blocks=one.blocks,
+        )
         begin = end
 
 

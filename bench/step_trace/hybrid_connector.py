@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 from interlace.bench.connector_option import take_option
 from interlace.bench.step_trace.copies import PassingCopies
 from interlace.bench.step_trace.facts import RanStep
-from interlace.bench.step_trace.hybrid_tape import TAPE, HybridTape, NotedSlice
+from interlace.bench.step_trace.hybrid_tape import HybridTape, NotedSlice
+from interlace.bench.step_trace.tape import TAPE
 from interlace.connectors.pipeline.layer_pipeline import LaneCopies, LayerPipeline
 from interlace.connectors.pipeline.messages import PipelineMetadata
 from interlace.connectors.pipeline.options import PipelineOptions

@@ -21,9 +21,6 @@ from interlace.engine.ports import Clock
 if TYPE_CHECKING:
     from interlace.layers.page_copies import Run
 
-TAPE = "tape"
-"""Key of the tape among the options of `HybridNotesConnector`."""
-
 
 class NotedSlice(NamedTuple):
     """A work of the lane "bulk"."""

@@ -16,7 +16,7 @@ from interlace.engine.ports import Clock
 T = TypeVar("T")
 
 TAPE = "tape"
-"""Key of the tape among the options of `TapedPipelineConnector`."""
+"""Key of the tape among the options of the connectors that write on one."""
 
 
 class StepTape:

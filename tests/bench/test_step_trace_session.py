@@ -20,6 +20,7 @@ from interlace.bench.step_trace.session import median_trace, record_timeline
 from interlace.bench.step_trace.setup import TimelinePlan
 from interlace.bench.step_trace.tape import StepTape
 from interlace.bench.step_trace.trace import HybridTrace, StepTrace
+from interlace.connectors.pipeline import worker_backward
 from interlace.engine.clock import MonotonicClock
 from interlace.engine.errors import ConfigError, InterlaceError
 from interlace.layers.checkpoint.loading import Silent
@@ -90,6 +91,20 @@ async def test_a_prompt_from_both_ends_of_a_real_engine(prepared: Prepared) -> N
     assert len(row.figures["steps"].samples) == 3
     assert report.settings["load_mode"] == "hybrid"
     assert "group_size" not in report.settings
+
+
+async def test_each_slice_of_a_real_engine_is_seen(
+    prepared: Prepared, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With slices of one block each, as a large model would have several of more."""
+    monkeypatch.setattr(worker_backward, "SLICES_PER_WINDOW", 1 << 40)
+    plan = TimelinePlan(prefix_tokens=320, new_tokens=20, repeats=2, load_mode="hybrid")
+    async with asyncio.timeout(60):
+        _, trace = await record_timeline(prepared, plan, MonotonicClock(), Silent())
+    assert isinstance(trace, HybridTrace)
+    first = trace.facts.meeting_block
+    assert [span.label for span in trace.load] == [str(n) for n in range(19, first - 1, -1)]
+    assert {span.num_bytes for span in trace.load} == {16 * 3 * 2 * 2 * 16 * 4}
 
 
 async def test_new_tokens_behind_both_ends_may_take_several_steps(prepared: Prepared) -> None:
