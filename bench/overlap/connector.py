@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from interlace.bench.connector_option import take_option
 from interlace.bench.overlap.meter import Meter
-from interlace.bench.overlap.slow_link import RepeatedLoads
+from interlace.bench.overlap.slow_link import SlowLoads, UselessCopies
 from interlace.connectors.pipeline.layer_pipeline import LaneCopies, LayerPipeline
 from interlace.connectors.pipeline.messages import PipelineHandshake, PipelineMetadata
 from interlace.connectors.pipeline.options import PipelineOptions
@@ -108,7 +108,12 @@ class MeteredWorker(PipelineWorker):
         """As in `PipelineWorker`, with a link that may be made slower."""
         load, bulk, store = LaneCopies.over(records, layers)
         slow_load, slow_bulk = (
-            RepeatedLoads(copies, lambda: self._meter.slowdown) for copies in (load, bulk)
+            SlowLoads(
+                copies,
+                lambda: self._meter.slowdown,
+                UselessCopies(records, layers[0].device).copy,
+            )
+            for copies in (load, bulk)
         )
         copies = LaneCopies(slow_load, slow_bulk, store)
         return LayerPipeline(lanes, copies, group_size=self._options.group_size)

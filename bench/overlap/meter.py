@@ -77,8 +77,8 @@ class Meter:
         self.link_bytes_per_s = 0.0
         """Of one long copy, as the connector measured it when it was made; 0 if it did not."""
         self.slowdown = 1
-        """Times that each load is copied: see `slow_link.py`. Changed while nothing is under way.
-        """
+        """How many times slower the link is made: see `slow_link.py`. Changed only while nothing is
+        under way."""
         self.predicted_s: float | None = None
         """Of the request that was matched last: see `Hit`. Event loop."""
         self.is_on = False

@@ -33,7 +33,7 @@ class Link(NamedTuple):
     ratio: float
     """See `RATIOS`."""
     slowdown: int
-    """Times that each load is copied."""
+    """Times: see `slow_link.py`."""
 
     def __str__(self) -> str:
         return f"loading / computing about {self.ratio:g}, link slower {self.slowdown} times"

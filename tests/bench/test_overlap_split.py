@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 
+import numpy as np
 import pytest
 import torch
 from hooked_copies import HookedCopies
 from overlap_kit import HOST_S, LOAD_S, PREFIX, TOKEN_S, StoringArm, setting
 
 from interlace.bench.bars import OverlapBars
+from interlace.bench.overlap import slow_link
 from interlace.bench.overlap.modes import MODES
-from interlace.bench.overlap.slow_link import RepeatedLoads
+from interlace.bench.overlap.slow_link import SlowLoads, UselessCopies
 from interlace.bench.overlap.split import RATIOS, find_links, measure
 from interlace.engine.errors import InterlaceError
 from interlace.layers.page_copies import Runs
@@ -85,24 +87,46 @@ async def test_without_a_prediction_nothing_is_said_of_it(monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("times", [1, 3])
-def test_loads_are_repeated_and_count_once(times: int) -> None:
+def test_loads_come_behind_useless_copies(times: int) -> None:
     records = torch.randint(0, 256, (4, 2, 8), dtype=torch.uint8)
     layers = [torch.zeros(6, 8, dtype=torch.uint8) for _ in range(2)]
-    seen: list[int] = []
+    seen: list[tuple[str, int]] = []
 
     def note(layer: int, runs: Runs) -> None:
-        seen.append(layer)
+        seen.append(("layer", layer))
 
-    copies = RepeatedLoads(HookedCopies(records, layers, note), lambda: times)
+    copies = SlowLoads(
+        HookedCopies(records, layers, note),
+        lambda: times,
+        lambda num_bytes: seen.append(("useless", num_bytes)),
+    )
     runs = copies.prepare([(0, 2, 3)])
     assert copies.load(1, runs).num_bytes == 3 * 8
-    assert seen == [1] * times
+    assert seen == [("useless", (times - 1) * 3 * 8), ("layer", 1)]
     seen.clear()
     assert len(list(copies.load_layers(range(2), runs))) == 2
-    assert seen == [0, 1] * times
+    assert seen == [("useless", (times - 1) * 2 * 3 * 8), ("layer", 0), ("layer", 1)]
     assert all(torch.equal(layer[2:5], records[:3, i]) for i, layer in enumerate(layers))
     seen.clear()
     copies.save(0, runs)
     assert len(list(copies.save_layers(range(2), runs))) == 2
-    assert seen == [0, 0, 1], "saves are as they were"
+    assert [what for what, _ in seen] == ["layer"] * 3, "saves are as they were"
     assert (copies.num_layers, copies.page_bytes) == (2, 8)
+
+
+def test_useless_copies_are_so_many_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slow_link, "PIECE_BYTES", 24)
+    records = torch.randint(0, 256, (4, 2, 8), dtype=torch.uint8)
+    copied: list[int] = []
+
+    def note(target: np.ndarray, source: np.ndarray) -> None:
+        copied.append(len(target))
+        assert len(source) == len(target)
+
+    useless = UselessCopies(records, torch.device("cpu"))
+    useless.copy(60)
+    assert torch.equal(useless._target, records.view(-1)[:24])
+    monkeypatch.setattr(np, "copyto", note)
+    useless.copy(60)
+    useless.copy(0)
+    assert copied == [24, 24, 12]
