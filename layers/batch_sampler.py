@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from interlace.engine.sampling_params import SamplingParams
-from interlace.layers.device_copies import to_device
+from interlace.layers.device_copies import Upload, to_device
 from interlace.layers.random_draws import uniform
 
 
@@ -50,13 +50,13 @@ class Draw:
         return cls(place, p.temperature, p.min_p, max(p.top_k, 0), p.top_p, uniform(seed, position))
 
 
-def draw_tokens(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
+def draw_tokens(logits: Tensor, draws: Sequence[Draw], upload: Upload = to_device) -> Tensor:
     """A token for each row of raw `logits` [D, vocabulary]: int64 [D], on the same device.
 
-    Queues work and returns; the result is right where a row's logits are finite. Inverts the
-    cumulated weights, in float64.
+    `upload` is the way in which the draws' numbers go there. Queues work and returns; the result is
+    right where a row's logits are finite. Inverts the cumulated weights, in float64.
     """
-    temperature, min_p, top_k, top_p, target = _columns(draws, logits)
+    temperature, min_p, top_k, top_p, target = _columns(draws, logits, upload)
     wide = logits.to(torch.float64)
     shifted = wide - wide.amax(dim=-1, keepdim=True)
     weights = torch.exp(shifted / temperature)
@@ -73,12 +73,12 @@ def draw_tokens(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
     return torch.minimum(chosen, torch.searchsorted(reached, total))[:, 0]
 
 
-def _columns(draws: Sequence[Draw], logits: Tensor) -> Tensor:
+def _columns(draws: Sequence[Draw], logits: Tensor, upload: Upload) -> Tensor:
     """The draws' numbers, float64 [5, D, 1], in one upload."""
     size = logits.shape[-1]
     rows = [(d.temperature, d.min_p, d.top_k or size, d.top_p, d.uniform) for d in draws]
     packed = np.ascontiguousarray(np.array(rows, dtype=np.float64).T)
-    return to_device(packed, torch.float64, logits.device)[:, :, None]
+    return upload(packed, torch.float64, logits.device)[:, :, None]
 
 
 def _top(weights: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:

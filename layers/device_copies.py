@@ -1,12 +1,27 @@
-"""Small copies between host and device that do not make the host wait."""
+"""Small copies to a device that do not make the host wait."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
+
+
+class Upload(Protocol):
+    """`to_device`, or what goes another way."""
+
+    def __call__(
+        self,
+        values: Sequence[float] | np.ndarray[tuple[int, ...], np.dtype[np.generic]],
+        dtype: torch.dtype,
+        device: torch.device,
+        /,
+    ) -> Tensor:
+        """Queue the upload of numbers, which may change as soon as it returns."""
+        ...
 
 
 def to_device(
@@ -22,9 +37,3 @@ def to_device(
     if device.type == "cuda":  # `pin_memory` would leave what is pinned already where it is
         host = torch.empty_like(host, pin_memory=True).copy_(host)
     return host.to(device, non_blocking=True)
-
-
-def to_host(values: Tensor) -> Tensor:
-    """Queue the download; what is returned may be read when the device has come so far."""
-    host = torch.empty(values.shape, dtype=values.dtype, pin_memory=values.device.type == "cuda")
-    return host.copy_(values, non_blocking=True)

@@ -22,9 +22,6 @@ IntArray = NDArray[np.int64]
 Bytes = NDArray[np.uint8]
 NO_SLOT = -1
 """The slot of a padding token: written nowhere."""
-MOST_COPIED_BYTES = 16 << 10
-"""By the copy engine: so small a copy goes by those that are under way (93 us), where a kernel that
-reads the host's memory takes longer (210). A larger one would wait for all that is queued."""
 
 
 class StepSize(NamedTuple):
@@ -262,7 +259,7 @@ class InputBuffer:
         fill(self._host_views[turn](size), items, block_size, nobody)
         if count:
             Additions.fill(self._host_bytes[turn][begin:], count, places, block_ids)
-        if self.is_on_gpu and end > MOST_COPIED_BYTES:
+        if self.is_on_gpu:  # a copy would wait for loads that are on their way
             read_words(self._words[turn], self._words[-1], end // 4)
         else:
             self._first[-1](end).copy_(self._first[turn](end), non_blocking=True)

@@ -21,7 +21,6 @@ from interlace.engine.scheduler_output import SchedulerOutput
 from interlace.layers.attention import SequenceChunk
 from interlace.layers.batch_sampler import Draw, draw_tokens, fits
 from interlace.layers.decoder import Decoder
-from interlace.layers.device_copies import to_device
 from interlace.layers.gpu.forward import Answer, Bounds, FusedDecoder, Wanted
 from interlace.layers.gpu.graphs import LOWER_WHAT, Captured, GraphPool, GraphSizes, StepToReplay
 from interlace.layers.gpu.inputs import BatchItem, InputBuffer, StepInputs, StepSize
@@ -30,6 +29,7 @@ from interlace.layers.gpu.room import StepRoom
 from interlace.layers.gpu.sampling import NoTokens, PendingTokens, WantedToken
 from interlace.layers.gpu.steps import Step, metadata
 from interlace.layers.gpu.tables import BlockTables
+from interlace.layers.gpu.uploads import Uploads
 from interlace.layers.graph_mode import GraphMode
 from interlace.layers.hidden_states import StateRoom
 from interlace.layers.kv_pages import KVPages
@@ -67,6 +67,7 @@ class GpuRunner:
         self._gates = self._workers.layer_gates()
         self._block_size = pages.block_size
         columns = -(-decoder.max_model_len // pages.block_size)
+        self._uploads = Uploads(decoder.device)
         self._tables = BlockTables(max_num_seqs, columns, decoder.device)
         self._long_chunks = LongChunks(decoder, pages, num_sms, max_num_batched_tokens)
         self._forward = FusedDecoder(decoder, pages, self._tables, self._long_chunks, num_sms)
@@ -254,7 +255,7 @@ class GpuRunner:
         inputs = step.inputs
         wanted = Wanted(inputs.last_tokens, inputs.rows)
         if len(places) < len(step.chunks):
-            index = to_device(places, torch.int64, inputs.rows.device)
+            index = self._uploads(places, torch.int64, inputs.rows.device)
             wanted = Wanted(inputs.last_tokens[index], inputs.rows[index])
         kept, states = self._states.make(len(inputs.token_ids))
         attention = self._forward.attention(inputs, step.bounds, step.chunks)
@@ -305,27 +306,33 @@ class GpuRunner:
 
     def _draw(self, answer: Answer, draws: Sequence[Draw], rows: Sequence[int]) -> None:
         """Queue: random rows get other tokens than the likeliest ones."""
-        places = to_device([draw.place for draw in draws], torch.int64, answer.logits.device)
-        token_ids = draw_tokens(answer.logits[places], draws)
+        upload, device = self._uploads, answer.logits.device
+        places = upload([draw.place for draw in draws], torch.int64, device)
+        token_ids = draw_tokens(answer.logits[places], draws, upload)
         answer.sampled[0].index_copy_(0, places, token_ids.to(torch.int32))
-        self._tables.note_sampled(rows, token_ids)
+        self._tables.note_sampled(upload(rows, torch.int64, device), token_ids)
 
     def _sample_plainly(self, answer: Answer, wanted: Sequence[WantedToken]) -> PendingStep:
         """By the plain sampler, for which the step waits."""
         for older in self._pending:
             older()  # what it sampled is part of the rows' past
         device = answer.logits.device
-        places = to_device([one.place for one in wanted], torch.int64, device)
+        upload = self._uploads
+        places = upload([one.place for one in wanted], torch.int64, device)
         requests = [one.request for one in wanted]
         output = sample_requests(answer.logits[places].float(), requests, self._eos_token_ids)
         newest = [int(request.tokens.view(-1 + len(request.tokens))[0]) for request in requests]
         rows = [self._tables.row(request.req_id) for request in requests]
-        self._tables.note_sampled(rows, to_device(newest, torch.int64, device))
+        self._tables.note_sampled(
+            upload(rows, torch.int64, device), upload(newest, torch.int64, device)
+        )
         return lambda: output
 
     def close(self) -> None:
         """Let the connectors end; drop pages, graphs and requests."""
         self._workers.close()
         self.state = RunnerState()
+        if self._decoder.device.type == "cuda":
+            torch.cuda.synchronize()  # tokens on their way need what they are copied to
         self._pending.clear()
         self._graphs.close()

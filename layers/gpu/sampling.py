@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from interlace.engine.outputs import ModelRunnerOutput
-from interlace.layers.device_copies import to_host
+from interlace.layers.kernels.host_copies import write_words
 from interlace.layers.runner_state import RunnerRequest
 from interlace.layers.sampler import NOT_FINITE
 
@@ -59,9 +59,14 @@ class PendingTokens:
     """The tokens of one step, on their way to the host."""
 
     def __init__(self, sampled: Tensor, wanted: Sequence[WantedToken]) -> None:
-        """Queues the copy of `sampled`, int32 [2, N], from `greedy`."""
+        """Queues the copy of `sampled`, int32 [2, N], contiguous, from `greedy`. On a GPU this must
+        live until the copy has ended: nobody else keeps what it is copied to."""
         self._tokens = tuple((one, one.request.tokens) for one in wanted)
-        self._sampled = to_host(sampled)
+        if sampled.device.type == "cuda":  # a copy would wait for saves that are on their way
+            self._sampled = torch.empty(sampled.shape, dtype=sampled.dtype, pin_memory=True)
+            write_words(sampled, self._sampled, sampled.numel())
+        else:
+            self._sampled = sampled.clone()
         self._arrived = Mark(sampled.device)
 
     def result(self) -> ModelRunnerOutput:

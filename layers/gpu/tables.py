@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import numpy as np
 import torch
@@ -81,7 +81,6 @@ class BlockTables:
         id twice."""
         self._flat.index_copy_(0, places, block_ids.to(torch.int32))
 
-    def note_sampled(self, rows: Sequence[int], token_ids: Tensor) -> None:
-        """Queue: `token_ids` [N], on the device, are the newest tokens of `rows`."""
-        index = to_device(rows, torch.int64, self.newest.device)
-        self.newest.index_copy_(0, index, token_ids)
+    def note_sampled(self, rows: Tensor, token_ids: Tensor) -> None:
+        """Queue: `token_ids` [N] are the newest tokens of `rows` [N], both on the device."""
+        self.newest.index_copy_(0, rows, token_ids)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from kernel_twins import (
 from interlace.layers.attention_backend import KVCacheLayout
 from interlace.layers.kernels import pointwise
 from interlace.layers.kernels.greedy import PART, greedy
-from interlace.layers.kernels.host_copies import BLOCK, read_words
+from interlace.layers.kernels.host_copies import BLOCK, read_words, write_words
 from interlace.layers.kernels.matvec import MatvecTiles, matvec
 from interlace.layers.kernels.rope_write import rope_and_write
 from interlace.layers.kernels.toolchain import INTERPRETED
@@ -213,9 +214,12 @@ def test_greedy_over_part_of_a_larger_buffer() -> None:
 
 @interpreted
 @pytest.mark.parametrize("num_words", [1, 7, BLOCK, BLOCK + 1, 3 * BLOCK])
-def test_words_are_read_and_no_more(num_words: int) -> None:
+@pytest.mark.parametrize("copy", [read_words, write_words])
+def test_words_are_copied_and_no_more(
+    num_words: int, copy: Callable[[torch.Tensor, torch.Tensor, int], None]
+) -> None:
     source = torch.arange(1, 4 * BLOCK, dtype=torch.int32)
     target = torch.zeros_like(source)
-    read_words(source, target, num_words)
+    copy(source, target, num_words)
     assert torch.equal(target[:num_words], source[:num_words])
     assert not target[num_words:].any()

@@ -21,6 +21,7 @@ from interlace.engine.scheduler_output import SchedulerOutput
 from interlace.layers import batch_sampler
 from interlace.layers.batch_sampler import Draw
 from interlace.layers.checkpoint.loading import Silent
+from interlace.layers.device_copies import Upload
 from interlace.layers.gpu import runner as runner_module
 from interlace.layers.gpu.graphs import GraphSizes
 from interlace.layers.gpu.long_chunks import LongChunks
@@ -128,10 +129,10 @@ def test_what_all_requests_draw_with_is_measured(monkeypatch: pytest.MonkeyPatch
     """Sorting float64 rows of a whole vocabulary takes more memory than many a step."""
     drawn: list[tuple[int, ...]] = []
 
-    def draw_tokens(logits: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
+    def draw_tokens(logits: torch.Tensor, draws: Sequence[Draw], upload: Upload) -> torch.Tensor:
         drawn.append(tuple(logits.shape))
         assert any(draw.top_k for draw in draws), "with the sort"
-        return batch_sampler.draw_tokens(logits, draws)
+        return batch_sampler.draw_tokens(logits, draws, upload)
 
     monkeypatch.setattr(runner_module, "draw_tokens", draw_tokens)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
