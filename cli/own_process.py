@@ -6,7 +6,6 @@ import contextlib
 import gc
 from collections.abc import Iterator
 
-
 _YOUNG_OBJECTS = 10_000
 """After so many new ones the collector looks at them. Python's own number is 700, or 2,000: then it
 takes half a millisecond of every tenth step of a batch. Nearly all objects go without it."""

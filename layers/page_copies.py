@@ -2,7 +2,8 @@
 
 A record is one block over all layers, `[layer][K,V][token][kv head][head size]`. So one strided
 copy takes a layer out of a run of neighbouring records and puts it into a run of neighbouring
-blocks: at the link's speed, and without a kernel. Where runs are many, one kernel copies them all.
+blocks: at the link's speed, and without a kernel. Where runs are many, one kernel copies them all,
+or the driver does in one call: that takes longer to queue, and leaves the multiprocessors alone.
 
 On a CPU numpy copies at once, on any thread. On a GPU copies are queued on the current stream;
 device thread.
@@ -11,13 +12,20 @@ device thread.
 from __future__ import annotations
 
 import enum
-import importlib
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, Self, TypeAlias
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from interlace.engine.errors import ConnectorError
+from interlace.layers.cuda_copies import (
+    Memcpy2D,
+    MemcpyBatch,
+    cuda_memcpy_2d,
+    cuda_memcpy_batch,
+)
 
 if TYPE_CHECKING:
     from interlace.layers.kernels.page_gather import PageGather, Pairs
@@ -31,6 +39,12 @@ beside it (matrix products by a quarter), which copies do not."""
 
 Run: TypeAlias = tuple[int, int, int]
 """(first record, first block, number of blocks): neighbours on both sides."""
+Places: TypeAlias = NDArray[np.uint64]
+BATCHED_RUN_BLOCKS = 6
+"""Runs of so many blocks, on average, had better be copied strided than block by block in a batch:
+one strided copy takes the host as long as six of a batch."""
+BATCHED_PAGE_BYTES = 32 << 10
+"""Smaller pages are copied by the kernel: a batch would copy them far below the link's speed."""
 
 
 class CopyWay(enum.Enum):
@@ -40,6 +54,8 @@ class CopyWay(enum.Enum):
     """One two-dimensional copy for each run."""
     GATHER = enum.auto()
     """One kernel for all runs."""
+    BATCH = enum.auto()
+    """One call for all blocks, which copy engines copy one by one."""
 
 
 class Copied(NamedTuple):
@@ -49,29 +65,6 @@ class Copied(NamedTuple):
     num_copies: int
     """That were queued: a kernel counts as one."""
     num_bytes: int
-
-
-class Memcpy2D(Protocol):
-    """Strided copies of rows between host and device."""
-
-    def current_stream(self) -> int:
-        """A handle of the stream on which to queue."""
-        ...
-
-    def copy(
-        self,
-        target: int,
-        target_pitch: int,
-        source: int,
-        source_pitch: int,
-        width: int,
-        height: int,
-        stream: int,
-        *,
-        to_device: bool,
-    ) -> None:
-        """Queue `height` rows of `width` bytes. Raises: `ConnectorError`."""
-        ...
 
 
 class Runs:
@@ -89,6 +82,8 @@ class Runs:
         """What a copy of one layer comes to, since the first one."""
         self.pairs: Pairs | None = None
         """On the device, since the first copy by the kernel."""
+        self.places: tuple[Places, Places] | None = None
+        """(record, block) of each block, since the first copy in a batch."""
 
 
 class _Rows(NamedTuple):
@@ -113,6 +108,7 @@ class PageCopies:
         layers: Sequence[torch.Tensor],
         *,
         memcpy: Memcpy2D | None = None,
+        batch: MemcpyBatch | None = None,
         most_strided_runs: int = MOST_STRIDED_RUNS,
         strided_run_bytes: int = STRIDED_RUN_BYTES,
     ) -> None:
@@ -122,7 +118,8 @@ class PageCopies:
         further apart. `memcpy` is for pages on a GPU, or for tests: None takes the driver's
         copies if they can be had. More runs than `most_strided_runs` are copied by the kernel
         if they are shorter, on average, than `strided_run_bytes` of a layer.
-        It is compiled here, which may wait for the device.
+        It is compiled here, which may wait for the device. With `batch` they are copied by that in
+        place of the kernel.
 
         Raises: `ConnectorError` for pages or records of another layout, and for a GPU for which
         neither the driver's copies nor kernels can be had.
@@ -141,15 +138,32 @@ class PageCopies:
             self._host_rows = [rows.numpy() for rows in self._rows]
             return
         self._memcpy = memcpy or cuda_memcpy_2d(device)
+        self._batch = batch
         # Asked once: a tensor takes longer to tell than a copy to queue.
         self._record_rows = _Rows.of(records)
         self._layer_rows = [_Rows.of(rows) for rows in self._rows]
+        self._layers_at, self._layer_pitches = np.array(self._layer_rows, np.uint64).T
         self._gather = _page_gather(records, self._rows)
         if self._memcpy is None and self._gather is None:
             raise ConnectorError(
                 f"nothing here copies KV between host memory and {device}: install cuda-bindings,"
                 " or Triton."
             )
+
+    @classmethod
+    def beside_compute(cls, records: torch.Tensor, layers: Sequence[torch.Tensor]) -> Self:
+        """For what goes on while others compute: by copy engines, if the driver can do it.
+
+        See the constructor. Waits for the device.
+        """
+        page_bytes = records.shape[-1]
+        batch = None
+        if layers and layers[0].device.type == "cuda" and page_bytes >= BATCHED_PAGE_BYTES:
+            batch = cuda_memcpy_batch(layers[0].device)
+        if batch is None:
+            return cls(records, layers, most_strided_runs=0)
+        run_bytes = BATCHED_RUN_BLOCKS * page_bytes
+        return cls(records, layers, batch=batch, most_strided_runs=0, strided_run_bytes=run_bytes)
 
     @property
     def num_layers(self) -> int:
@@ -176,12 +190,13 @@ class PageCopies:
         return Runs(runs, num_blocks, self._way_of(len(runs), num_blocks))
 
     def _way_of(self, num_runs: int, num_blocks: int) -> CopyWay:
-        if self._is_host or self._gather is None:
+        if self._is_host or (self._gather is None and self._batch is None):
             return CopyWay.STRIDED
         is_few = num_runs <= self._most_strided_runs
         are_long = num_blocks * self._page_bytes >= num_runs * self._strided_run_bytes
-        is_strided = self._memcpy is not None and (is_few or are_long)
-        return CopyWay.STRIDED if is_strided else CopyWay.GATHER
+        if self._memcpy is not None and (is_few or are_long):
+            return CopyWay.STRIDED
+        return CopyWay.GATHER if self._batch is None else CopyWay.BATCH
 
     def load(self, layer: int, runs: Runs) -> Copied:
         """From records into the pages of `layer`. Raises: `ConnectorError` if CUDA refuses."""
@@ -192,37 +207,62 @@ class PageCopies:
         return self._copy(layer, runs, to_pages=False)
 
     def load_layers(self, layers: range, runs: Runs) -> Iterator[Copied]:
-        """From records into the pages of these layers, one after the other; by one kernel where
-        that is the way. Each copy is queued as it is asked for. Raises: as `load`."""
-        if runs.way is not CopyWay.GATHER:
+        """From records into the pages of these layers, one after the other; by one kernel, or in
+        one batch, where that is the way. Each copy is queued as it is asked for. Raises: as `load`.
+        """
+        if runs.way is CopyWay.STRIDED:
             return (self.load(layer, runs) for layer in layers)
-        return self._copy_layers_by_kernel(layers, runs, to_pages=True)
+        return self._copy_layers(layers, runs, to_pages=True)
 
     def save_layers(self, layers: range, runs: Runs) -> Iterator[Copied]:
         """From the pages of these layers into records, likewise."""
-        if runs.way is not CopyWay.GATHER:
+        if runs.way is CopyWay.STRIDED:
             return (self.save(layer, runs) for layer in layers)
-        return self._copy_layers_by_kernel(layers, runs, to_pages=False)
+        return self._copy_layers(layers, runs, to_pages=False)
 
-    def _copy_layers_by_kernel(
-        self, layers: range, runs: Runs, *, to_pages: bool
-    ) -> Iterator[Copied]:
-        if runs.runs:
+    def _copy_layers(self, layers: range, runs: Runs, *, to_pages: bool) -> Iterator[Copied]:
+        is_batch = runs.way is CopyWay.BATCH
+        if runs.runs and is_batch:
+            self._copy_in_batch(layers, runs, to_pages=to_pages)
+        elif runs.runs:
             gather, pairs = self._prepared(runs)
             gather.copy_layers(layers, pairs, loads=to_pages)
-        yield Copied(runs.way, 1, len(layers) * runs.num_blocks * self._page_bytes)
+        num_copies = len(layers) * runs.num_blocks if is_batch else 1
+        yield Copied(runs.way, num_copies, len(layers) * runs.num_blocks * self._page_bytes)
+
+    def _copy_in_batch(self, layers: range, runs: Runs, *, to_pages: bool) -> None:
+        assert self._batch is not None, "this way is not chosen without it"
+        if runs.places is None:
+            runs.places = _places(runs.runs)
+        records, blocks = runs.places
+        chosen = np.arange(layers.start, layers.stop, dtype=np.uint64)[:, None]
+        records_at, pitch = (np.uint64(number) for number in self._record_rows)
+        host = records_at + records * pitch + chosen * np.uint64(self._page_bytes)
+        pages_at, pitches = (
+            numbers[layers.start : layers.stop, None]
+            for numbers in (self._layers_at, self._layer_pitches)
+        )
+        device = pages_at + blocks * pitches
+        targets, sources = (device, host) if to_pages else (host, device)
+        self._batch.copy(targets.ravel(), sources.ravel(), self._page_bytes)
 
     def _copy(self, layer: int, runs: Runs, *, to_pages: bool) -> Copied:
         if self._is_host:
             self._copy_on_host(layer, runs, to_pages=to_pages)
         elif runs.way is CopyWay.GATHER:
             self._copy_by_kernel(layer, runs, to_pages=to_pages)
+        elif runs.way is CopyWay.BATCH and runs.runs:
+            self._copy_in_batch(range(layer, layer + 1), runs, to_pages=to_pages)
         else:
             self._copy_strided(layer, runs.runs, to_pages=to_pages)
         return runs.copied or self._note_copied(runs)
 
     def _note_copied(self, runs: Runs) -> Copied:
-        num_copies = 1 if runs.way is CopyWay.GATHER else len(runs.runs)
+        num_copies = {
+            CopyWay.STRIDED: len(runs.runs),
+            CopyWay.GATHER: 1,
+            CopyWay.BATCH: runs.num_blocks,
+        }[runs.way]
         runs.copied = Copied(runs.way, num_copies, runs.num_blocks * self._page_bytes)
         return runs.copied
 
@@ -266,6 +306,18 @@ class PageCopies:
                 memcpy.copy(host, pitch, device, page_pitch, width, count, stream, to_device=False)
 
 
+def _places(runs: Sequence[Run]) -> tuple[Places, Places]:
+    """(record, block) of each block of runs."""
+    firsts = np.array(runs, np.uint64)
+    counts = firsts[:, 2].astype(np.int64)
+    begins = np.cumsum(counts) - counts
+    behind = (np.arange(counts.sum()) - np.repeat(begins, counts)).astype(np.uint64)
+    return (
+        np.repeat(firsts[:, 0], counts) + behind,
+        np.repeat(firsts[:, 1], counts) + behind,
+    )
+
+
 def _page_gather(records: torch.Tensor, rows: Sequence[torch.Tensor]) -> PageGather | None:
     """The kernel, if one can run where the pages lie. A process without a GPU imports none."""
     from interlace.layers.kernels import toolchain
@@ -296,54 +348,6 @@ def cut_runs(runs: Sequence[Run], most_blocks: int) -> list[list[Run]]:
             pieces[-1].append((record + done, block + done, taken))
             done, room = done + taken, room - taken
     return pieces
-
-
-class _CudaMemcpy2D:
-    """`cudaMemcpy2DAsync`."""
-
-    def __init__(self, runtime: Any, device: torch.device) -> None:
-        self._copy = runtime.cudaMemcpy2DAsync
-        self._forget_error = runtime.cudaGetLastError
-        self._to_device = runtime.cudaMemcpyKind.cudaMemcpyHostToDevice
-        self._to_host = runtime.cudaMemcpyKind.cudaMemcpyDeviceToHost
-        self._device_index = torch.cuda.current_device() if device.index is None else device.index
-
-    def current_stream(self) -> int:
-        """See `Memcpy2D`. Without the object that `torch.cuda.current_stream` makes each time."""
-        return torch._C._cuda_getCurrentRawStream(self._device_index)
-
-    def copy(
-        self,
-        target: int,
-        target_pitch: int,
-        source: int,
-        source_pitch: int,
-        width: int,
-        height: int,
-        stream: int,
-        *,
-        to_device: bool,
-    ) -> None:
-        """See `Memcpy2D`."""
-        kind = self._to_device if to_device else self._to_host
-        (code,) = self._copy(
-            target, target_pitch, source, source_pitch, width, height, kind, stream
-        )
-        if int(code) != 0:
-            self._forget_error()  # else whoever asks next would be told of it
-            raise ConnectorError(
-                f"cudaMemcpy2DAsync of {height} rows of {width} bytes failed with"
-                f" {getattr(code, 'name', code)}: are the records pinned, and is the device well?"
-            )
-
-
-def cuda_memcpy_2d(device: torch.device) -> Memcpy2D | None:
-    """The driver's strided copies; None if `cuda.bindings` cannot be imported."""
-    try:
-        runtime = importlib.import_module("cuda.bindings.runtime")
-    except ImportError:
-        return None
-    return _CudaMemcpy2D(runtime, device)
 
 
 def _page_rows(layer: int, pages: torch.Tensor) -> torch.Tensor:

@@ -84,10 +84,8 @@ class LaneCopies(NamedTuple):
     @classmethod
     def over(cls, records: torch.Tensor, layers: Sequence[torch.Tensor]) -> LaneCopies:
         """Between these records and pages: see `PageCopies`. Raises: `ConnectorError`."""
-        within = PageCopies(records, layers)
-        # One kernel for all layers in place of many copies: short runs had better not be copied.
-        beside = PageCopies(records, layers, most_strided_runs=0)
-        return cls(within, beside, beside)
+        beside = PageCopies.beside_compute(records, layers)
+        return cls(PageCopies(records, layers), beside, beside)
 
 
 class LayerPipeline:
@@ -290,15 +288,18 @@ class LayerPipeline:
 
     # ---------------------------------------------------------------- beside the steps
 
-    def submit_bulk(self, runs: Sequence[Run], *, window_bytes: int = 0) -> FedTransfer:
+    def submit_bulk(
+        self, runs: Sequence[Run], *, window_bytes: int = 0, begins_now: bool = True
+    ) -> FedTransfer:
         """Load these beside the steps, behind the loads that came before. `window_bytes` of it may
         be queued, if the pipeline's own window is smaller: who polls once a step leaves the link
-        idle else.
+        idle else. Unless it `begins_now` it does with the next `poll`.
 
         Raises: `ConnectorError` if `runs` do not fit.
         """
         load = self._bulk.add(tuple(runs), self.record_compute(), window_bytes=window_bytes)
-        self.poll()
+        if begins_now:
+            self.poll()
         return load
 
     def submit_from_the_back(

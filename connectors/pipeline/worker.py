@@ -186,17 +186,25 @@ class PipelineWorker:
                 self._start_bulk(load)
         for share in metadata.shares:
             self._follow(share)
-        opened.pipeline.poll()
+        if self._is_hurried or not metadata.num_tokens:
+            opened.pipeline.poll()  # else the forward goes first: `get_finished` polls behind it
         if within or metadata.timed_context_tokens is None:
             opened.sampler.forget()
         else:
             opened.sampler.begin(metadata.num_tokens, metadata.timed_context_tokens)
 
+    @property
+    def _is_hurried(self) -> bool:
+        """Whether somebody computes towards what is being loaded."""
+        return any(isinstance(one.transfer, BackwardTransfer) for one in self._bulk_loads)
+
     def _start_bulk(self, load: Load) -> None:
         pipeline = self._open.pipeline
         try:
             if load.share is None:
-                transfer = pipeline.submit_bulk(load.runs, window_bytes=self._beside_bytes)
+                transfer = pipeline.submit_bulk(
+                    load.runs, window_bytes=self._beside_bytes, begins_now=False
+                )
                 one = _BulkLoad(load, transfer)
             else:
                 one = _BulkLoad(

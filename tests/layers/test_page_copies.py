@@ -5,15 +5,16 @@ from __future__ import annotations
 import random
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from host_memcpy import HostMemcpy
+from host_memcpy import HostBatch, HostMemcpy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from interlace.engine.errors import ConnectorError
-from interlace.layers import page_copies
+from interlace.layers import cuda_copies
 from interlace.layers.page_copies import CopyWay, PageCopies, Run, cut_runs
 
 NUM_RECORDS, NUM_BLOCKS, NUM_LAYERS = 40, 50, 3
@@ -69,6 +70,10 @@ def some_runs(draw: st.DrawFn) -> list[Run]:
 def copies_of(kind: str, records: Tensor, layers: list[Tensor]) -> PageCopies:
     if kind == "host":
         return PageCopies(records, layers)
+    if kind == "batch":
+        return PageCopies(
+            records, layers, memcpy=HostMemcpy(), batch=HostBatch(), most_strided_runs=0
+        )
     return PageCopies(records, layers, memcpy=HostMemcpy(), most_strided_runs=7)
 
 
@@ -76,7 +81,7 @@ def copies_of(kind: str, records: Tensor, layers: list[Tensor]) -> PageCopies:
 @given(
     runs=some_runs(),
     memory=st.sampled_from(["layers", "cross"]),
-    kind=st.sampled_from(["host", "device"]),
+    kind=st.sampled_from(["host", "device", "batch"]),
     layer=st.integers(0, NUM_LAYERS - 1),
     loads=st.booleans(),
 )
@@ -99,6 +104,52 @@ def test_the_right_bytes_and_no_others_are_copied(
     for pages, right in zip(layers, wanted, strict=True):
         assert torch.equal(as_bytes(pages), right)
     assert copied.num_bytes == sum(count for *_, count in runs) * page_bytes
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    runs=some_runs(),
+    memory=st.sampled_from(["layers", "cross"]),
+    first=st.integers(0, NUM_LAYERS - 1),
+    loads=st.booleans(),
+)
+def test_a_batch_copies_several_layers_in_one_call(
+    runs: list[Run], memory: str, first: int, loads: bool
+) -> None:
+    page_bytes = PAGE_BYTES if memory == "layers" else PAGE_BYTES // 2
+    records, layers = filled(NUM_RECORDS, NUM_LAYERS, page_bytes), layers_of(memory)
+    twin_records, twin_layers = records.clone(), [pages.clone() for pages in layers]
+    batch = HostBatch()
+    copies = PageCopies(
+        records, layers, memcpy=HostMemcpy(), batch=batch, most_strided_runs=0,
+        strided_run_bytes=1 << 30,
+    )  # fmt: skip
+    twin = PageCopies(twin_records, twin_layers)
+    chosen = range(first, NUM_LAYERS)
+    prepared, twin_runs = copies.prepare(runs), twin.prepare(runs)
+    for _ in range(2):
+        copied = list((copies.load_layers if loads else copies.save_layers)(chosen, prepared))
+        for layer in chosen:
+            (twin.load if loads else twin.save)(layer, twin_runs)
+        assert torch.equal(records, twin_records)
+        assert all(map(torch.equal, map(as_bytes, layers), map(as_bytes, twin_layers)))
+    if runs:
+        num_pieces = len(chosen) * prepared.num_blocks
+        assert copied == [(CopyWay.BATCH, num_pieces, num_pieces * page_bytes)]
+        assert batch.num_calls == 2
+
+
+def test_long_runs_are_strided_where_there_are_batches_too() -> None:
+    memcpy, batch = HostMemcpy(), HostBatch()
+    copies = PageCopies(
+        new_records(), layers_of("layers"), memcpy=memcpy, batch=batch, most_strided_runs=0,
+        strided_run_bytes=6 * PAGE_BYTES,
+    )  # fmt: skip
+    assert copies.prepare([(0, 1, 6)]).way is CopyWay.STRIDED
+    assert copies.prepare([(0, 1, 11), (20, 20, 1)]).way is CopyWay.STRIDED
+    assert copies.prepare([(0, 1, 10), (20, 20, 1)]).way is CopyWay.BATCH
+    assert copies.load(0, copies.prepare([(5, 2, 1)])) == (CopyWay.BATCH, 1, PAGE_BYTES)
+    assert (memcpy.num_copies, batch.num_calls) == (0, 1)
 
 
 def test_without_kernels_many_runs_are_strided_copies_too() -> None:
@@ -186,7 +237,7 @@ class FakeRuntime:
 
 
 def test_a_copy_that_cuda_refuses_says_so() -> None:
-    memcpy = page_copies._CudaMemcpy2D(FakeRuntime, torch.device("cuda", 0))
+    memcpy = cuda_copies._CudaMemcpy2D(FakeRuntime, torch.device("cuda", 0))
     with pytest.raises(ConnectorError, match=r"cudaMemcpy2DAsync of 2 rows of 64 bytes .* 700"):
         memcpy.copy(0, 64, 0, 64, 64, 2, 0, to_device=True)
 
@@ -196,4 +247,49 @@ def test_without_a_gpu_package_there_is_no_driver(monkeypatch: pytest.MonkeyPatc
         raise ImportError(name)
 
     monkeypatch.setattr("importlib.import_module", missing)
-    assert page_copies.cuda_memcpy_2d(torch.device("cpu")) is None
+    assert cuda_copies.cuda_memcpy_2d(torch.device("cpu")) is None
+
+
+class FakeDriver:
+    """Of one version or the other; answers with what it is told."""
+
+    def __init__(self, name: str, code: int) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+
+        def call(*args: Any) -> int:
+            self.calls.append(args)
+            return code
+
+        setattr(self, name, call)
+
+
+@pytest.mark.parametrize(
+    ("name", "num_arguments"), [("cuMemcpyBatchAsync_v2", 8), ("cuMemcpyBatchAsync", 9)]
+)
+def test_a_batch_is_one_call_of_the_driver(
+    name: str, num_arguments: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 77, raising=False)
+    driver: Any = FakeDriver(name, 0)
+    batch = cuda_copies._CudaMemcpyBatch(driver, torch.device("cuda", 0))
+    targets, sources = np.arange(3, dtype=np.uint64), np.arange(3, 6, dtype=np.uint64)
+    batch.copy(targets, sources, 64)
+    (arguments,) = driver.calls
+    assert len(arguments) == num_arguments
+    assert arguments[0].value == targets.ctypes.data
+    assert arguments[1].value == sources.ctypes.data
+    assert (arguments[3].value, arguments[-1].value) == (3, 77)
+    refusing: Any = FakeDriver(name, 1)
+    with pytest.raises(ConnectorError, match="of 3 copies of 64 bytes failed with error 1"):
+        cuda_copies._CudaMemcpyBatch(refusing, torch.device("cuda", 0)).copy(targets, sources, 64)
+
+
+def test_a_driver_without_batches_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ctypes.CDLL", lambda name: object())
+    assert cuda_copies.cuda_memcpy_batch(torch.device("cuda", 0)) is None
+
+    def missing(name: str) -> None:
+        raise OSError(name)
+
+    monkeypatch.setattr("ctypes.CDLL", missing)
+    assert cuda_copies.cuda_memcpy_batch(torch.device("cuda", 0)) is None
