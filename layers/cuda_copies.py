@@ -45,8 +45,8 @@ class MemcpyBatch(Protocol):
     """Many copies of the same size, in any order among themselves."""
 
     def copy(self, targets: Addresses, sources: Addresses, num_bytes: int) -> None:
-        """Queue, on the current stream, copies of `num_bytes` from each source to its target; one
-        at least. Raises: `ConnectorError`."""
+        """Queue, on the current stream, which is not the default one, copies of `num_bytes` from
+        each source to its target; one at least. Raises: `ConnectorError`."""
         ...
 
 

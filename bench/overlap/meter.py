@@ -122,10 +122,12 @@ class Meter:
                 self._begun = None
 
     def take(self) -> Metered:
-        """What was noted, of work that has ended; notes nothing more."""
+        """What was noted, of work that has ended; notes nothing more. Waits for the last forward:
+        its token reaches the host before that."""
         self.is_on = False
         device_s = None
         if self._watch is not None and self._begin is not None and self._end is not None:
+            self._watch.wait(self._end)
             device_s = self._watch.seconds(self._begin, self._end)
         noted = [(one, one.transfer.stats) for one in self._noted]
         self._noted.clear()

@@ -21,6 +21,8 @@ LoadTime: TypeAlias = Callable[[int], float | None]
 
 LONGEST_STEP_S = 0.040
 """Of the steps that compute a front. Shorter ones would cost the device more than they bring."""
+_ROUND_TOKENS = 256
+"""Engines pad a step to sizes for which they have graphs, and these are such."""
 _LEAST_MOVED = 4
 """Blocks: for fewer, nothing changes."""
 _LEAST_GAIN_S = 0.001
@@ -61,17 +63,24 @@ def balance(
 
 def stop_of_step(first: int, end: int, block_size: int, compute_s: ComputeTime) -> int:
     """Up to where of tokens [first, end) one step should compute, for steps of about
-    `LONGEST_STEP_S`, all alike; `end` if times are not known. A whole number of blocks, as `end`.
+    `LONGEST_STEP_S`, all alike, of round numbers of tokens but for the last one; `end` if times are
+    not known. A whole number of blocks, as `end`.
     """
     whole_s = compute_s(first, end) if first < end else None
     if whole_s is None or whole_s < 1.5 * LONGEST_STEP_S:
         return end
     part_s = whole_s / round(whole_s / LONGEST_STEP_S)
-    blocks = range(first // block_size + 1, end // block_size)
-    found = bisect.bisect_left(
-        blocks, part_s, key=lambda block: compute_s(first, block * block_size) or 0.0
+    step = max(1, _ROUND_TOKENS // block_size)
+    blocks = range(first // block_size + step, end // block_size, step)
+
+    def takes_s(block: int) -> float:
+        return compute_s(first, block * block_size) or 0.0
+
+    found = bisect.bisect_left(blocks, part_s, key=takes_s)
+    nearest = min(
+        blocks[max(0, found - 1) : found + 1], key=lambda b: abs(takes_s(b) - part_s), default=0
     )
-    return (blocks.start + found) * block_size
+    return nearest * block_size or end
 
 
 class Split:

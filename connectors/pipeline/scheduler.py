@@ -342,7 +342,13 @@ class PipelineScheduler:
             lost_loads=frozenset(lost_loads),
             num_tokens=num_tokens,
             timed_context_tokens=_num_computed_before(scheduler_output) if is_timed else None,
+            expected_s=self._expected_s(scheduler_output) if self._splits else 0.0,
         )
+
+    def _expected_s(self, output: SchedulerOutput) -> float:
+        """How long the device will compute for the step; 0 if that is not known."""
+        num_tokens = output.total_num_scheduled_tokens
+        return self._step_times.seconds(num_tokens, _num_computed_before(output)) or 0.0
 
     @property
     def _has_orders(self) -> bool:

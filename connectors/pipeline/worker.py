@@ -43,8 +43,10 @@ _CLOSE_S = 10.0
 _QUEUED_S = 0.004
 """Of loading beside the steps is under way at a time: what passes from one decode step to the next,
 and what a load within a step has to wait for at most."""
-_HURRIED_S = 1.5 * LONGEST_STEP_S
+_STEPS_AHEAD = 1.5
 """Of loading from the back is under way at a time: who feeds it comes by once a step."""
+_HURRIED_S = _STEPS_AHEAD * LONGEST_STEP_S
+"""At least."""
 
 
 class PipelineWorker:
@@ -65,7 +67,7 @@ class PipelineWorker:
         self._options = options
         self._lanes = lanes
         self._window_bytes = window_bytes
-        self._beside_bytes = self._hurried_bytes = window_bytes
+        self._load_rate = 0.0
         self._opened: _Opened | None = None
         self._begun_step = 0
         self._has_forward = False  # of this step
@@ -137,8 +139,16 @@ class PipelineWorker:
 
     def expect_load_rate(self, bytes_per_s: float) -> None:
         """Queue as much beside the steps as suits such a link."""
-        self._beside_bytes = int(bytes_per_s * _QUEUED_S)
-        self._hurried_bytes = max(self._window_bytes, int(bytes_per_s * _HURRIED_S))
+        self._load_rate = bytes_per_s
+
+    @property
+    def _beside_bytes(self) -> int:
+        return int(self._load_rate * _QUEUED_S)
+
+    def _hurried_bytes(self, step_s: float = 0.0) -> int:
+        """Of a load from the back that are to be queued beside a step which takes so long."""
+        queued_s = max(_HURRIED_S, _STEPS_AHEAD * step_s)
+        return max(self._window_bytes, int(self._load_rate * queued_s))
 
     @property
     def layer_gates(self) -> LayerGates | None:
@@ -186,17 +196,16 @@ class PipelineWorker:
                 self._start_bulk(load)
         for share in metadata.shares:
             self._follow(share)
-        if self._is_hurried or not metadata.num_tokens:
+        hurried = [one.transfer for one in self._bulk_loads if one.is_hurried]
+        for transfer in hurried:
+            assert transfer is not None
+            transfer.window_bytes = self._hurried_bytes(metadata.expected_s)
+        if hurried or not metadata.num_tokens:
             opened.pipeline.poll()  # else the forward goes first: `get_finished` polls behind it
         if within or metadata.timed_context_tokens is None:
             opened.sampler.forget()
         else:
             opened.sampler.begin(metadata.num_tokens, metadata.timed_context_tokens)
-
-    @property
-    def _is_hurried(self) -> bool:
-        """Whether somebody computes towards what is being loaded."""
-        return any(isinstance(one.transfer, BackwardTransfer) for one in self._bulk_loads)
 
     def _start_bulk(self, load: Load) -> None:
         pipeline = self._open.pipeline
@@ -209,7 +218,7 @@ class PipelineWorker:
             else:
                 one = _BulkLoad(
                     load,
-                    pipeline.submit_from_the_back(load.runs, load.share, self._hurried_bytes),
+                    pipeline.submit_from_the_back(load.runs, load.share, self._hurried_bytes()),
                 )
         except ConnectorError as error:
             one = _BulkLoad(load, None, error)
@@ -378,6 +387,11 @@ class _BulkLoad:
     def is_done(self) -> bool:
         """Whether it touches nothing any more."""
         return self.transfer is None or self.transfer.is_done
+
+    @property
+    def is_hurried(self) -> bool:
+        """Whether somebody computes towards it."""
+        return self.transfer is not None and self.transfer.is_hurried
 
     def invalid(self) -> set[int]:
         """Blocks that it was to fill and did not, now that it is done."""

@@ -27,6 +27,8 @@ class _Next(NamedTuple):
 class BackwardTransfer(FedTransfer):
     """Loads records from the last one on, as many as its share; those before are none of its."""
 
+    is_hurried = True
+
     def __init__(
         self,
         copies: Copies,

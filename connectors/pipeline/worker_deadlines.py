@@ -105,7 +105,7 @@ class PatientFeeder(Feeder):
         """Drop what has not begun, and go on with another lane."""
         self.lane.close(0.0)
         fed, self._fed = self._fed, deque()
-        self._fed_bytes = 0
+        self._fed_bytes, self._fed_calls = 0, 0.0
         self._stuck += [
             (transfer, gate) for transfer, gate, _ in fed if not _note_if_ended(transfer, gate)
         ]

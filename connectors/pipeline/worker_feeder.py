@@ -15,11 +15,23 @@ from interlace.connectors.pipeline.worker_times import Stopwatch, TransferMeter,
 from interlace.engine.errors import ConnectorError, LaneClosedError, LaneFullError
 from interlace.engine.ports import Gate, Lane
 from interlace.layers.lane_queue import without_frames
-from interlace.layers.page_copies import Copied, Run, Runs, cut_runs
+from interlace.layers.page_copies import (
+    BATCHED_RUN_BLOCKS,
+    Copied,
+    CopyWay,
+    Run,
+    Runs,
+    cut_runs,
+)
 
 SLICES_PER_WINDOW = 4
 _MOST_WORKS = 256
 """On the lane at a time: slices may be much smaller than a window allows."""
+MOST_CALLS = 192
+"""Of the driver, for what is on the lane of transfers that nobody hurries for: where runs are short
+a window of bytes would keep the host from launching the next step for milliseconds."""
+_CALLS_OF_BLOCK = 1 / BATCHED_RUN_BLOCKS
+"""What a block of a batch costs the host, in calls."""
 
 CopyLayers: TypeAlias = Callable[[range, Runs], Iterable[Copied]]
 """Copies one layer of some runs: `PageCopies.load` or `save`."""
@@ -69,12 +81,26 @@ class Slice(NamedTuple):
     may_be_last: bool = False
     """Of its transfer."""
 
+    @property
+    def num_calls(self) -> float:
+        """About what it costs the host, in strided copies."""
+        num_layers = self.end_layer - self.first_layer
+        match self.runs.way:
+            case CopyWay.STRIDED:
+                return num_layers * len(self.runs.runs)
+            case CopyWay.BATCH:
+                return num_layers * self.runs.num_blocks * _CALLS_OF_BLOCK
+            case CopyWay.GATHER:
+                return 1
+
 
 class FedTransfer:
     """One transfer of whole records. Its works copy part by part, each part over all layers."""
 
     window_bytes: int = 0
     """Bytes of it that may be queued at a time, if the feeder's own window is smaller."""
+    is_hurried = False
+    """Whether somebody computes towards it, and not just waits."""
     name: str = "nobody in particular"
     """For people: the request that loads, or which save it is."""
 
@@ -212,8 +238,9 @@ class Feeder:
         self.slice_bytes = max(1, window_bytes // SLICES_PER_WINDOW)
         self.watch = watch
         self._waiting: deque[FedTransfer] = deque()
-        self._fed: deque[tuple[FedTransfer, Gate, int]] = deque()
+        self._fed: deque[tuple[FedTransfer, Gate, Slice]] = deque()
         self._fed_bytes = 0
+        self._fed_calls = 0.0
 
     def add(
         self, runs: tuple[Run, ...], after: Gate | None = None, *, window_bytes: int = 0
@@ -246,25 +273,28 @@ class Feeder:
         `is_idle`: nothing computes, so nobody may come by for a while: what waits is fed at once.
         """
         while self._fed and self._fed[0][1].query():
-            transfer, gate, num_bytes = self._fed.popleft()
-            self._fed_bytes -= num_bytes
+            transfer, gate, one = self._fed.popleft()
+            self._fed_bytes -= one.num_bytes
+            self._fed_calls -= one.num_calls
             transfer.note_ended(gate)
         while self._waiting and (transfer := self._waiting[0]):
             if transfer.error is not None:
                 transfer.drop()
-            one = transfer.next_slice
-            if one is None:
+            following = transfer.next_slice
+            if following is None:
                 self._waiting.popleft()
-            elif not (may_feed and self._has_room(transfer, one, is_idle=is_idle)):
+            elif not (may_feed and self._has_room(transfer, following, is_idle=is_idle)):
                 break
             else:
-                self._feed(transfer, one)
+                self._feed(transfer, following)
 
     def _has_room(self, transfer: FedTransfer, one: Slice, *, is_idle: bool) -> bool:
         """Whether the window, and the lane, take one more. One slice always fits."""
         window_bytes = max(self.window_bytes, transfer.window_bytes)
-        fits = is_idle or self._fed_bytes + one.num_bytes <= window_bytes
-        return not self._fed or (fits and len(self._fed) < _MOST_WORKS)
+        fits = self._fed_bytes + one.num_bytes <= window_bytes
+        if not transfer.is_hurried:
+            fits &= self._fed_calls + one.num_calls <= MOST_CALLS
+        return not self._fed or ((is_idle or fits) and len(self._fed) < _MOST_WORKS)
 
     def _feed(self, transfer: FedTransfer, one: Slice) -> None:
         if transfer.after is not None:
@@ -276,8 +306,9 @@ class Feeder:
             transfer.fail(error)
             return
         transfer.take(gate)
-        self._fed.append((transfer, gate, one.num_bytes))
+        self._fed.append((transfer, gate, one))
         self._fed_bytes += one.num_bytes
+        self._fed_calls += one.num_calls
 
     def close(self, timeout_s: float) -> bool:
         """Give up what waits, and end the lane; False if that takes longer than `timeout_s`."""

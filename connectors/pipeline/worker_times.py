@@ -20,6 +20,10 @@ class Stopwatch(Protocol):
         """Between two marks; None if they have not both passed. Never waits."""
         ...
 
+    def wait(self, mark: Any) -> None:
+        """Until it has passed: for measurements."""
+        ...
+
 
 class ClockStopwatch:
     """Where work is done when it was called."""
@@ -35,6 +39,9 @@ class ClockStopwatch:
     def seconds(self, begin: float, end: float) -> float | None:
         """See `Stopwatch`."""
         return end - begin
+
+    def wait(self, mark: float) -> None:
+        """See `Stopwatch`: it has."""
 
 
 class EventStopwatch:
@@ -53,6 +60,10 @@ class EventStopwatch:
         if not (begin.query() and end.query()):
             return None
         return float(begin.elapsed_time(end)) / 1000
+
+    def wait(self, mark: Any) -> None:
+        """See `Stopwatch`."""
+        mark.synchronize()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -144,6 +144,14 @@ def copies_by(way: CopyWay, records: torch.Tensor, layers: Sequence[torch.Tensor
 """With which each way is taken for any runs."""
 
 
+@pytest.fixture
+def on_a_stream() -> Iterator[None]:
+    """The driver takes no batch on the default stream, and no lane is that."""
+    with torch.cuda.stream(torch.cuda.Stream()):  # type: ignore[no-untyped-call]
+        yield
+
+
+@pytest.mark.usefixtures("on_a_stream")
 @pytest.mark.parametrize("way", CopyWay)
 @pytest.mark.parametrize("cross_layers", [False, True])
 @pytest.mark.parametrize("has_driver", [True, False])
@@ -177,6 +185,7 @@ def test_every_way_copies_the_right_bytes_and_no_others(
             check_save(copies, records, layers, layer, prepared)
 
 
+@pytest.mark.usefixtures("on_a_stream")
 @pytest.mark.parametrize("way", CopyWay)
 @pytest.mark.parametrize("cross_layers", [False, True])
 def test_several_layers_in_one_go(records: HostRecords, way: CopyWay, cross_layers: bool) -> None:

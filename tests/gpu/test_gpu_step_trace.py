@@ -195,7 +195,10 @@ async def test_both_ends(
     assert facts.front_tokens + facts.loaded_tokens == prefix
     names = {piece.name for span in trace.load for piece in span.pieces}
     if prefix == 128:
-        assert names <= {RECORDS_KERNEL, GATHER_KERNEL}
+        assert all(
+            name in (RECORDS_KERNEL, GATHER_KERNEL) or name.startswith("Memcpy HtoD")
+            for name in names
+        )
     else:
         assert all(name.startswith("Memcpy HtoD") for name in names)
         assert figures.both_s > 0

@@ -86,7 +86,7 @@ class PacedWorker(PipelineConnector):
         told = dataclasses.replace(
             super().get_handshake_metadata(), load_bytes_per_s=self.bytes_per_s
         )
-        self._worker._hurried_bytes = 4 * RECORD_BYTES
+        vars(self._worker)["_hurried_bytes"] = lambda step_s=0.0: 4 * RECORD_BYTES
         return told
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:

@@ -859,3 +859,22 @@ def test_no_step_is_idle_while_a_save_is_open() -> None:
         world.stepper.step()
     assert len(world.worker.metadata) == 40
     world.worker.is_stuck = False
+
+
+# -------------------------------------------------------------------- how long a step will take
+
+
+def test_a_step_that_computes_towards_a_load_tells_how_long_it_will_take() -> None:
+    world = make_world(load_mode="hybrid", rate=1e6)
+    world.save(prompt_of(40))
+    world.worker.samples = [StepSample(n, 0, 0.001 * n) for n in (1, 8, 30)]
+    world.run(world.stepper.add(prompt_of(3), max_tokens=1))
+    world.worker.metadata.clear()
+    world.worker.is_stuck = True
+    world.stepper.add(prompt_of(41), max_tokens=2)
+    world.stepper.step()
+    (metadata,) = world.worker.metadata
+    assert metadata.expected_s == pytest.approx(0.001 * metadata.num_tokens, rel=0.2)
+    world.worker.is_stuck = False
+    world.stepper.run()
+    assert world.worker.metadata[-1].expected_s == 0

@@ -16,11 +16,12 @@ from lanes_kit import (
     blocks_of,
 )
 
+from interlace.connectors.pipeline import worker_feeder
 from interlace.connectors.pipeline.layer_pipeline import PipelinedLoad
 from interlace.connectors.pipeline.worker_times import ClockStopwatch
 from interlace.engine.errors import ConfigError, ConnectorError, LaneClosedError
 from interlace.layers.lanes import ThreadLanes
-from interlace.layers.page_copies import Run, Runs
+from interlace.layers.page_copies import BATCHED_RUN_BLOCKS, CopyWay, Run, Runs
 from interlace.layers.virtual_lanes import VirtualLanes
 
 
@@ -196,7 +197,7 @@ def test_no_more_than_a_window_is_queued(seed: int, window: int, saves: bool) ->
     transfers = [submit([(4 * i, 5 * i + 1, 4)]) for i in range(5)]
     for _ in range(2000):
         kit.pipeline.poll()
-        ahead = sum(num_bytes for *_, num_bytes in feeder._fed)
+        ahead = sum(one.num_bytes for *_, one in feeder._fed)
         assert ahead <= max(window * PAGE_BYTES, slice_bytes)
         if all(transfer.is_done for transfer in transfers):
             break
@@ -204,6 +205,45 @@ def test_no_more_than_a_window_is_queued(seed: int, window: int, saves: bool) ->
     assert all(kit.is_saved([(4 * i, 5 * i + 1, 4)]) for i in range(5))
     assert all(one.stats.num_bytes == 4 * NUM_LAYERS * PAGE_BYTES for one in transfers)
     assert feeder.is_idle
+
+
+@settings(max_examples=30, deadline=None)
+@given(seed=st.integers(0, 2**32), most=st.integers(1, 40), window=st.integers(8, 80))
+def test_no_more_calls_than_so_many_are_queued_unless_somebody_hurries(
+    seed: int, most: int, window: int
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(worker_feeder, "MOST_CALLS", most)
+        kit = LanesKit(VirtualLanes(seed), window_bytes=window * PAGE_BYTES)
+        feeder = kit.pipeline._bulk
+        scattered: list[Run] = [(2 * i, 30 - 2 * i, 1) for i in range(10)]
+        load = kit.pipeline.submit_bulk(scattered)
+        most_calls = 0.0
+        while not load.is_done:
+            kit.pipeline.poll()
+            calls = sum(one.num_calls for *_, one in feeder._fed)
+            assert feeder._fed_calls == calls
+            assert calls <= most or len(feeder._fed) == 1
+            most_calls = max(most_calls, calls)
+        assert load.error is None
+        assert kit.is_saved(scattered)
+        hurried = kit.pipeline.submit_from_the_back(scattered, 10, 1 << 20)
+        assert sum(one.num_calls for *_, one in feeder._fed) > most_calls
+        kit.finish(hurried)
+        assert feeder._fed_calls == 0
+
+
+def test_what_a_slice_costs_the_host() -> None:
+    runs = [(0, 1, 3), (5, 9, 3)]
+    costs = {
+        way: worker_feeder.Slice(2, 6, Runs(runs, 6, way), 0).num_calls
+        for way in (CopyWay.STRIDED, CopyWay.BATCH, CopyWay.GATHER)
+    }
+    assert costs == {
+        CopyWay.STRIDED: 8,
+        CopyWay.BATCH: pytest.approx(24 / BATCHED_RUN_BLOCKS),
+        CopyWay.GATHER: 1,
+    }
 
 
 def test_nothing_is_fed_while_a_step_waits_for_its_own_load() -> None:

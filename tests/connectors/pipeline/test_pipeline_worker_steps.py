@@ -392,3 +392,22 @@ def test_pages_and_memory_that_will_not_do_are_refused() -> None:
     small = PipelineWorker(PipelineOptions(host_bytes=10), VirtualLanes(0))
     with pytest.raises(ConfigError, match="hold no record"):
         small.register({"a": torch.zeros(4, 2, 2, 2, 2)})
+
+
+def test_as_much_of_a_load_from_the_back_is_queued_as_its_step_lasts() -> None:
+    lanes = VirtualLanes(0, "lazy", polls_per_work=1_000_000)
+    kit = Kit(lanes)
+    block_bytes = NUM_LAYERS * PAGE_BYTES
+    kit.worker.expect_load_rate(10 * block_bytes)
+    load = Load(7, "a", run(0, 5, 20), is_async=True, share=20)
+    kit.worker.start(kit.metadata(loads=(load,), num_tokens=4, expected_s=0.2))
+    transfer = kit.worker._bulk_loads[0].transfer
+    assert transfer is not None
+    assert transfer.window_bytes == 3 * block_bytes, "one step and a half"
+    kit.reports()
+    kit.worker.start(kit.metadata(num_tokens=4, expected_s=1.0))
+    assert transfer.window_bytes == 15 * block_bytes
+    kit.reports()
+    kit.worker.start(kit.metadata(num_tokens=4))
+    assert transfer.window_bytes == 8 * PAGE_BYTES, "the pipeline's own, at least"
+    lanes.drain()

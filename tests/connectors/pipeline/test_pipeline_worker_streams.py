@@ -46,6 +46,9 @@ class Device(FakeDevice):
     def seconds(self, begin: FakeEvent, end: FakeEvent) -> float | None:
         return end.time - begin.time if begin.query() and end.query() else None
 
+    def wait(self, mark: FakeEvent) -> None:
+        raise AssertionError("nothing waits but measurements")
+
 
 class QueuedCopies(PageCopies):
     """Copies that are queued on the current stream."""
@@ -411,7 +414,7 @@ def test_a_bulk_load_is_done_when_its_bytes_are_there(seed: int, window: int) ->
     for _ in range(1000):
         kit.device.run_some(2)
         kit.pipeline.poll()
-        ahead = sum(num_bytes for *_, num_bytes in kit.pipeline._bulk._fed)
+        ahead = sum(one.num_bytes for *_, one in kit.pipeline._bulk._fed)
         assert ahead <= max(window * PAGE_BYTES, PAGE_BYTES)
         if load.is_done:
             break
