@@ -27,9 +27,9 @@ from interlace.layers.page_copies import (
 SLICES_PER_WINDOW = 4
 _MOST_WORKS = 256
 """On the lane at a time: slices may be much smaller than a window allows."""
-MOST_CALLS = 192
+MOST_CALLS = 64
 """Of the driver, for what is on the lane of transfers that nobody hurries for: where runs are short
-a window of bytes would keep the host from launching the next step for milliseconds."""
+a window of bytes would keep the host from its steps for milliseconds. A call takes 4 to 10 us."""
 _CALLS_OF_BLOCK = 1 / BATCHED_RUN_BLOCKS
 """What a block of a batch costs the host, in calls."""
 
