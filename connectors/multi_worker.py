@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from interlace.connectors.base import CopyBlocksOp, KVConnectorBase_V1
 from interlace.connectors.multi_children import Child, Children
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from interlace.layers.forward_context import ForwardContext
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 class _AllGates:
@@ -60,11 +62,25 @@ class MultiWorkerSide(KVConnectorBase_V1):
         super().__init__(vllm_config, role, kv_cache_config)
         self._children = Children.made(vllm_config, role, kv_cache_config)
         self._ledger = ReportLedger()
+        self._awake = self._children  # those whose metadata of this step are not idle
         self._layer_children: Children | None = None  # those whose layer hooks this step needs
         self._has_told_of_strays = False
 
     def _each(self, hook: str, call: Callable[[KVConnectorBase_V1], object]) -> list[Any]:
         return self._children.each(hook, lambda child: call(child.connector))
+
+    def _each_awake(self, hook: str, call: Callable[[KVConnectorBase_V1], object]) -> list[Any]:
+        return self._awake.each(hook, lambda child: call(child.connector))
+
+    def _slots(self, hook: str, call: Callable[[KVConnectorBase_V1], T]) -> list[T | None]:
+        """What each child answers, in its slot; None of those that are left alone."""
+        awake = {child.index for child in self._awake}
+        return self._children.each(hook, lambda c: call(c.connector) if c.index in awake else None)
+
+    def _wake(self, metadata: MultiMetadata) -> None:
+        """Leave alone the children that have nothing to do, as an engine would."""
+        parts = metadata.parts
+        self._awake = Children([c for c in self._children if not parts[c.index].is_idle])
 
     @property
     def num_stray_reports(self) -> int:
@@ -129,12 +145,14 @@ class MultiWorkerSide(KVConnectorBase_V1):
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         """Each child with its own metadata."""
-        parts = _metadata(kv_connector_metadata).parts
+        metadata = _metadata(kv_connector_metadata)
+        self._wake(metadata)
+        parts = metadata.parts
 
         def tell(child: Child) -> None:
             child.connector.handle_preemptions(parts[child.index])
 
-        self._children.each("handle_preemptions", tell)
+        self._awake.each("handle_preemptions", tell)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """Each child's own; before that, what the step says of loads and holds."""
@@ -142,7 +160,8 @@ class MultiWorkerSide(KVConnectorBase_V1):
         metadata = _metadata(connector_metadata)
         self._ledger.begin_step(metadata.loads, metadata.holds)
         self._layer_children = None
-        self._children.each(
+        self._wake(metadata)
+        self._awake.each(
             "bind_connector_metadata",
             lambda child: child.connector.bind_connector_metadata(metadata.parts[child.index]),
         )
@@ -151,24 +170,24 @@ class MultiWorkerSide(KVConnectorBase_V1):
         """Of all children."""
         super().clear_connector_metadata()
         self._layer_children = None
-        self._each("clear_connector_metadata", lambda c: c.clear_connector_metadata())
+        self._each_awake("clear_connector_metadata", lambda c: c.clear_connector_metadata())
 
     def has_connector_metadata(self) -> bool:
         """Whether any child has: the layer hooks reach only those that have."""
-        said = self._each("has_connector_metadata", lambda c: c.has_connector_metadata())
+        said = self._each_awake("has_connector_metadata", lambda c: c.has_connector_metadata())
         return super().has_connector_metadata() and any(said)
 
     def _each_with_layers(self, hook: str, call: Callable[[KVConnectorBase_V1], None]) -> None:
         """Decided once a step, at its first layer, as the engine decides for one connector."""
         if self._layer_children is None:
             self._layer_children = Children(
-                [child for child in self._children if child.connector.has_connector_metadata()]
+                [child for child in self._awake if child.connector.has_connector_metadata()]
             )
         self._layer_children.each(hook, lambda child: call(child.connector))
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         """Let each child begin its loads."""
-        self._each("start_load_kv", lambda c: c.start_load_kv(forward_context, **kwargs))
+        self._each_awake("start_load_kv", lambda c: c.start_load_kv(forward_context, **kwargs))
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Wait for all children."""
@@ -185,7 +204,7 @@ class MultiWorkerSide(KVConnectorBase_V1):
 
     def wait_for_save(self) -> None:
         """Wait for all children."""
-        self._each("wait_for_save", lambda c: c.wait_for_save())
+        self._each_awake("wait_for_save", lambda c: c.wait_for_save())
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """Loads that their own child has ended, and requests that every child is done with."""
@@ -199,7 +218,7 @@ class MultiWorkerSide(KVConnectorBase_V1):
             self._ledger.receive(child.index, received or ())
             self._ledger.send(child.index, sent or ())
 
-        self._children.each("get_finished", ask)
+        self._awake.each("get_finished", ask)
         if self._ledger.num_strays and not self._has_told_of_strays:
             self._has_told_of_strays = True
             logger.warning(
@@ -212,25 +231,25 @@ class MultiWorkerSide(KVConnectorBase_V1):
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Those of all children."""
         hook = "get_block_ids_with_load_errors"
-        return set().union(*self._each(hook, lambda c: c.get_block_ids_with_load_errors()))
+        return set().union(*self._each_awake(hook, lambda c: c.get_block_ids_with_load_errors()))
 
     def get_kv_connector_stats(self) -> MultiKVConnectorStats | None:
         """Those of this side of each child, by child; None if none has any."""
         hook = "get_kv_connector_stats"
-        parts = self._each(hook, lambda c: c.get_kv_connector_stats())
+        parts = self._slots(hook, lambda c: c.get_kv_connector_stats())
         keys = [child.key for child in self._children]
         return MultiKVConnectorStats.of(zip(keys, parts, strict=True)) if _any(parts) else None
 
     def get_kv_connector_kv_cache_events(self) -> MultiKVEvents | None:
         """Those of all children, each in its slot; None if none has any."""
         hook = "get_kv_connector_kv_cache_events"
-        parts = self._each(hook, lambda c: c.get_kv_connector_kv_cache_events())
+        parts = self._slots(hook, lambda c: c.get_kv_connector_kv_cache_events())
         return MultiKVEvents(parts) if _any(parts) else None
 
     def build_connector_worker_meta(self) -> MultiWorkerMetadata | None:
         """A slot per child; None if none has anything to say."""
         hook = "build_connector_worker_meta"
-        parts = self._each(hook, lambda c: c.build_connector_worker_meta())
+        parts = self._slots(hook, lambda c: c.build_connector_worker_meta())
         return MultiWorkerMetadata(tuple(parts)) if _any(parts) else None
 
 

@@ -176,6 +176,11 @@ class LayerPipeline:
         """Gates for captured graphs, one for each group; None if lanes are no streams."""
         return self._gates
 
+    @property
+    def is_on_streams(self) -> bool:
+        """Whether lanes are streams: else the host computes too, and copies beside that."""
+        return self._compute is not None
+
     # ---------------------------------------------------------------- within the step
 
     def submit_load(

@@ -97,8 +97,8 @@ class PipelineMetadata(KVConnectorMetadata):
     timed_context_tokens: int | None = None
     """`num_context_tokens` of the `StepSample` that the step is to become; None if it is not."""
     expected_s: float = 0.0
-    """How long the device will compute for the step, if somebody computes towards a load from the
-    back; 0 if nobody does, or if that is not known."""
+    """How long the device will compute for who computes towards a load from the back; 0 if nobody
+    does in this step, or if that is not known."""
     is_idle: bool = False
     """See `KVConnectorMetadata`."""
 

@@ -23,6 +23,8 @@ LONGEST_STEP_S = 0.040
 """Of the steps that compute a front. Shorter ones would cost the device more than they bring."""
 _ROUND_TOKENS = 256
 """Engines pad a step to sizes for which they have graphs, and these are such."""
+_MOST_ADDED = 0.1
+"""Of the time that a front takes in one step, by cutting it into several."""
 _LEAST_MOVED = 4
 """Blocks: for fewer, nothing changes."""
 _LEAST_GAIN_S = 0.001
@@ -63,13 +65,19 @@ def balance(
 
 def stop_of_step(first: int, end: int, block_size: int, compute_s: ComputeTime) -> int:
     """Up to where of tokens [first, end) one step should compute, for steps of about
-    `LONGEST_STEP_S`, all alike, of round numbers of tokens but for the last one; `end` if times are
-    not known. A whole number of blocks, as `end`.
+    `LONGEST_STEP_S`, or longer ones where steps cost much however short they are; of round numbers
+    of tokens but for the last one. `end` if times are not known. Whole blocks, as `end`.
     """
     whole_s = compute_s(first, end) if first < end else None
     if whole_s is None or whole_s < 1.5 * LONGEST_STEP_S:
         return end
-    part_s = whole_s / round(whole_s / LONGEST_STEP_S)
+    # What each step costs, however short it is: all further ones may cost a tenth of the whole.
+    least_s = compute_s(first, min(first + block_size, end)) or 0.0
+    most = 1 + int(_MOST_ADDED * whole_s / least_s) if least_s > 0 else 1
+    num_steps = min(round(whole_s / LONGEST_STEP_S), most)
+    if num_steps == 1:
+        return end
+    part_s = least_s + (whole_s - least_s) / num_steps
     step = max(1, _ROUND_TOKENS // block_size)
     blocks = range(first // block_size + step, end // block_size, step)
 

@@ -323,7 +323,8 @@ class PipelineScheduler:
         if self._splits or self._settings.may_save:
             self._follow_computed(scheduler_output)
         num_tokens = scheduler_output.total_num_scheduled_tokens
-        is_timed = self._timed_steps.choose(num_tokens)
+        loads_within = any(not load.is_async for load in self._loads)
+        is_timed = not loads_within and self._timed_steps.choose(num_tokens)
         if not (is_timed or self._timed_steps.expects_report or self._has_orders):
             return PipelineMetadata(
                 step_id=scheduler_output.step_id, num_tokens=num_tokens, is_idle=True
@@ -346,9 +347,13 @@ class PipelineScheduler:
         )
 
     def _expected_s(self, output: SchedulerOutput) -> float:
-        """How long the device will compute for the step; 0 if that is not known."""
-        num_tokens = output.total_num_scheduled_tokens
-        return self._step_times.seconds(num_tokens, _num_computed_before(output)) or 0.0
+        """How long the device will compute for the longest of the fronts in the step; 0 if there is
+        none, or if that is not known. Decodes beside it hardly count."""
+        before = computed_before(output)
+        counts = output.num_scheduled_tokens
+        fronts = [request_id for request_id in self._splits if request_id in counts]
+        times = (self._computing_s(before[i], before[i] + counts[i]) for i in fronts)
+        return max((seconds for seconds in times if seconds is not None), default=0.0)
 
     @property
     def _has_orders(self) -> bool:

@@ -200,7 +200,7 @@ class PipelineWorker:
         for transfer in hurried:
             assert transfer is not None
             transfer.window_bytes = self._hurried_bytes(metadata.expected_s)
-        if hurried or not metadata.num_tokens:
+        if hurried or not (metadata.num_tokens and opened.pipeline.is_on_streams):
             opened.pipeline.poll()  # else the forward goes first: `get_finished` polls behind it
         if within or metadata.timed_context_tokens is None:
             opened.sampler.forget()

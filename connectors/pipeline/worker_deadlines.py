@@ -42,11 +42,17 @@ class PatientFeeder(Feeder):
     ) -> None:
         """`deadline_s` is for the oldest work on the lane, a small part of a window; `clock` gives
         seconds."""
-        super().__init__(make_lane(), copies, copy_layers, window_bytes=window_bytes, watch=watch)
+        super().__init__(
+            make_lane(),
+            copies,
+            copy_layers,
+            window_bytes=window_bytes,
+            watch=watch,
+            is_stream=is_stream,
+        )
         self._make_lane = make_lane
         self._deadline_s = deadline_s
         self._clock = clock
-        self._is_stream = is_stream
         self._oldest: Gate | None = None
         self._since = 0.0  # it is the oldest one
         self._is_overdue = False

@@ -28,8 +28,10 @@ SLICES_PER_WINDOW = 4
 _MOST_WORKS = 256
 """On the lane at a time: slices may be much smaller than a window allows."""
 MOST_CALLS = 64
-"""Of the driver, for what is on the lane of transfers that nobody hurries for: where runs are short
-a window of bytes would keep the host from its steps for milliseconds. A call takes 4 to 10 us."""
+"""Of the driver, for what is on a stream at a time: where runs are short a window of bytes would
+keep the host from its steps for milliseconds. A call takes 4 to 10 us."""
+MOST_HURRIED_CALLS = 1024
+"""The same where somebody computes meanwhile, and comes by seldom."""
 _CALLS_OF_BLOCK = 1 / BATCHED_RUN_BLOCKS
 """What a block of a batch costs the host, in calls."""
 
@@ -230,8 +232,10 @@ class Feeder:
         *,
         window_bytes: int,
         watch: Stopwatch,
+        is_stream: bool = False,
     ) -> None:
         self.lane = lane
+        self._is_stream = is_stream
         self.copies = copies
         self._copy_layers = copy_layers
         self.window_bytes = window_bytes
@@ -292,8 +296,9 @@ class Feeder:
         """Whether the window, and the lane, take one more. One slice always fits."""
         window_bytes = max(self.window_bytes, transfer.window_bytes)
         fits = self._fed_bytes + one.num_bytes <= window_bytes
-        if not transfer.is_hurried:
-            fits &= self._fed_calls + one.num_calls <= MOST_CALLS
+        if self._is_stream:
+            most = MOST_HURRIED_CALLS if transfer.is_hurried else MOST_CALLS
+            fits &= self._fed_calls + one.num_calls <= most
         return not self._fed or ((is_idle or fits) and len(self._fed) < _MOST_WORKS)
 
     def _feed(self, transfer: FedTransfer, one: Slice) -> None:

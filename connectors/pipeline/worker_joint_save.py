@@ -72,9 +72,9 @@ class JointSave(FedTransfer):
         num_layers = copies.num_layers
         step = max(1, slice_bytes // max(1, layer_bytes))
         firsts = range(0, num_layers, step) if layer_bytes else ()
-        later = copies.prepare([])  # see `runs_of`
+        all_runs = copies.prepare([run for runs in parts for run in runs])
         slices = [
-            Slice(first, end, later, (end - first) * layer_bytes, may_be_last=end == num_layers)
+            Slice(first, end, all_runs, (end - first) * layer_bytes, may_be_last=end == num_layers)
             for first in firsts
             for end in [min(first + step, num_layers)]
         ]
@@ -82,8 +82,8 @@ class JointSave(FedTransfer):
         self.name = f"{len(parts)} saves of one step"
         self.parts = tuple(SavePart(self, runs) for runs in parts)
         self._copies = copies
-        self._has_changed = True  # who is left, since the last copy
-        self._runs: list[Runs] = []  # kept until all is done; the last ones are of who is left
+        self._has_changed = False  # who is left, since the last copy
+        self._runs = [all_runs]  # kept until all is done; the last ones are of who is left
 
     def runs_of(self, one: Slice) -> Runs:
         """See `FedTransfer`: of the parts that are left."""

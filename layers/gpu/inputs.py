@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from interlace.layers.attention import SequenceChunk, slots_of
-from interlace.layers.kernels.host_copies import read_words
+from interlace.layers.kernels.host_copies import read_words, write_words
 
 IntArray = NDArray[np.int64]
 Bytes = NDArray[np.uint8]
@@ -236,7 +236,9 @@ class InputBuffer:
         ]
         self._words = [buffer.view(torch.int32) for buffer in (*self._hosts, self._device)]
         if self.is_on_gpu:
-            read_words(self._words[0], self._words[-1], 1)  # compiled now, not in a step
+            # Compiled now, not in a step.
+            read_words(self._words[0], self._words[-1], 1)
+            write_words(self._words[-1], self._words[0], 1)
         self._added = functools.lru_cache(64)(functools.partial(_added, self._device))
 
     def upload(

@@ -171,9 +171,9 @@ class GpuRunner:
             return lambda: output
         workers.copy_blocks(scheduler_output.block_copies)
         result = Lazily(self._sample(*self._compute(scheduler_output)))
+        self._pending.append(result)  # keeps what tokens are written to, whatever comes next
         # Behind the sampled tokens' way to the host, which must not queue behind what is saved.
         workers.post_forward()
-        self._pending.append(result)
         reports = workers.collect(scheduler_output)
         return lambda: workers.with_reports(result(), reports)
 

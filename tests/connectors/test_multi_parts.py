@@ -21,6 +21,7 @@ from talker import (
 from interlace.connectors.base import KVConnectorBase_V1
 from interlace.connectors.multi_connector import MultiConnector
 from interlace.connectors.multi_messages import (
+    Hold,
     MultiKVEvents,
     MultiMetadata,
     MultiWorkerMetadata,
@@ -161,6 +162,45 @@ def test_layer_hooks_reach_only_children_that_have_work() -> None:
     assert [hook for hook, _ in idle.heard] == ["wait_for_save"]
     busy.has_connector_metadata = lambda: False  # type: ignore[method-assign]
     assert not worker.has_connector_metadata()
+
+
+class Resting(Said):
+    """Of a child with nothing to do."""
+
+    is_idle = True
+
+
+def test_a_child_that_is_idle_is_left_alone_and_keeps_its_slots() -> None:
+    _, worker = sides_of(talker("a"), talker("b"))
+    resting, busy = talkers(worker)
+    metadata = MultiMetadata((Resting(("a",)), Said(("b",))), {}, {})
+    assert not metadata.is_idle
+    worker.handle_preemptions(metadata)
+    worker.bind_connector_metadata(metadata)
+    worker.start_load_kv(None)  # type: ignore[arg-type]
+    worker.wait_for_layer_load("layer")
+    worker.wait_for_save()
+    worker.get_finished({"r"})
+    worker.get_block_ids_with_load_errors()
+    stats, events = worker.get_kv_connector_stats(), worker.get_kv_connector_kv_cache_events()
+    assert worker.build_connector_worker_meta() == MultiWorkerMetadata((None, Said(("b",))))
+    worker.clear_connector_metadata()
+    assert resting.heard == []
+    assert busy.heard[0] == ("handle_preemptions", Said(("b",)))
+    assert stats is not None
+    assert len(stats.data) == 1
+    assert events is not None
+    both = MultiMetadata((Said(("a",)), Resting(("b",))), {}, {})
+    worker.bind_connector_metadata(both)
+    worker.wait_for_save()
+    assert resting.heard == [("wait_for_save", None)], "it has something to do again"
+
+
+def test_it_is_idle_if_all_children_are_and_nothing_is_owed() -> None:
+    resting = (Resting(("a",)), Resting(("b",)))
+    assert MultiMetadata(resting, {}, {}).is_idle
+    assert not MultiMetadata(resting, {"r": 0}, {}).is_idle
+    assert not MultiMetadata(resting, {}, {"r": Hold(frozenset(), None)}).is_idle
 
 
 def test_worker_metadata_statistics_and_events_go_to_their_child() -> None:

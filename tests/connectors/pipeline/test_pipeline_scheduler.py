@@ -878,3 +878,17 @@ def test_a_step_that_computes_towards_a_load_tells_how_long_it_will_take() -> No
     world.worker.is_stuck = False
     world.stepper.run()
     assert world.worker.metadata[-1].expected_s == 0
+
+
+def test_steps_that_load_within_themselves_are_not_counted_as_timed() -> None:
+    world = make_world(load_mode="layerwise", prefix_caching=False)
+    world.save(prompt_of(16))
+    world.worker.metadata.clear()
+    for _ in range(12):
+        world.run(world.stepper.add(prompt_of(17), max_tokens=1))
+    loading = [one for one in world.worker.metadata if one.loads]
+    assert len(loading) == 12
+    assert all(one.timed_context_tokens is None for one in loading)
+    world.worker.metadata.clear()
+    world.run(world.stepper.add([7], max_tokens=1))
+    assert world.worker.metadata[0].timed_context_tokens == 0, "the first one of that size"

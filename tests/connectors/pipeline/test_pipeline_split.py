@@ -258,7 +258,24 @@ def test_a_front_that_takes_long_is_computed_in_steps_that_take_about_equally_lo
 
 def test_one_step_if_times_are_not_known_or_blocks_take_longer() -> None:
     assert stop_of_step(0, 1600, 16, lambda first, end: None) == 1600
-    assert steps_of(1000 // 16 * 16, 1.0) == [256] * 3 + [224]
+    assert steps_of(992, 1.0) == [256] * 3 + [224]
+    assert steps_of(20_000 // 16 * 16, 1e-3) == [256] * 78 + [32]
+
+
+@pytest.mark.parametrize("fixed_s", [0.004, 0.012, 0.025, 0.035, 0.045])
+@pytest.mark.parametrize("token_s", [1e-5, 6e-5])
+def test_cutting_a_front_costs_little_however_much_a_step_costs(
+    fixed_s: float, token_s: float
+) -> None:
+    def compute_s(first: int, end: int) -> float:
+        return fixed_s + token_s * (end - first)
+
+    first = taken_s = 0.0
+    while first < 8192:
+        stop = stop_of_step(int(first), 8192, 16, compute_s)
+        taken_s += compute_s(int(first), stop)
+        first = stop
+    assert taken_s <= 1.15 * compute_s(0, 8192)
 
 
 @given(

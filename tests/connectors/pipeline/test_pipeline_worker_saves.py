@@ -192,3 +192,10 @@ def test_a_fence_gives_up_on_a_copy_that_hangs() -> None:
         kit.pipeline.fence(fenced)
     go_on.set()
     assert kit.pipeline.close(PATIENCE_S)
+
+
+def test_what_a_joint_save_costs_the_host_is_told() -> None:
+    kit = LanesKit(VirtualLanes(0, "lazy", polls_per_work=1_000_000))
+    submit(kit, [[(0, 1, 1)], [(1, 3, 1)], [(2, 5, 2)]])
+    ((_, _, one),) = kit.pipeline._store._fed
+    assert one.num_calls == 3 * len(kit.layers)
