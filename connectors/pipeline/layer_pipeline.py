@@ -325,14 +325,14 @@ class LayerPipeline:
             watch=self.watch,
         )
         self._bulk.append(load)
-        self.poll()
+        self.poll(is_brief=True)
         return load
 
     def set_share(self, load: BackwardTransfer, share: int) -> None:
         """Load that many blocks from the back in all, or as many as are under way."""
         load.set_share(share)
         self._bulk.append(load)
-        self.poll()
+        self.poll(is_brief=True)
 
     def submit_save(self, runs: Sequence[Run], after: Gate | None = None) -> FedTransfer:
         """Save these beside the steps, when `after`, a gate of `record_compute`, has opened.
@@ -376,16 +376,17 @@ class LayerPipeline:
         if self._compute is not None and transfer.last_gate is not None:
             self._compute.wait(transfer.last_gate)
 
-    def poll(self, *, is_idle: bool = False) -> None:
+    def poll(self, *, is_idle: bool = False, is_brief: bool = False) -> None:
         """Move on what goes on beside the steps. Never waits.
 
         `is_idle`: nothing computes. Whoever polls may do so seldom then, so the window is no bound.
+        `is_brief`: a forward is to be launched, so it shall not take many milliseconds.
         """
         if self._bulk.is_idle and self._store.is_idle:
             return
         may_feed = self._load is None or self._load.is_done
-        self._bulk.poll(may_feed=may_feed, is_idle=is_idle)
-        self._store.poll(may_feed=may_feed, is_idle=is_idle)
+        for feeder in (self._bulk, self._store):
+            feeder.poll(may_feed=may_feed, is_idle=is_idle, is_brief=is_brief)
 
     def close(self, timeout_s: float = DEFAULT_DEADLINE_S) -> bool:
         """Give up what has not begun, and end the lanes; False if one took longer than that.

@@ -201,7 +201,8 @@ class PipelineWorker:
             assert transfer is not None
             transfer.window_bytes = self._hurried_bytes(metadata.expected_s)
         if hurried or not (metadata.num_tokens and opened.pipeline.is_on_streams):
-            opened.pipeline.poll()  # else the forward goes first: `get_finished` polls behind it
+            # Else the forward goes first: `get_finished` polls behind it.
+            opened.pipeline.poll(is_brief=metadata.num_tokens > 0)
         if within or metadata.timed_context_tokens is None:
             opened.sampler.forget()
         else:

@@ -63,11 +63,11 @@ class PatientFeeder(Feeder):
         """See `Feeder`."""
         return super().is_idle and not self._stuck
 
-    def poll(self, *, may_feed: bool, is_idle: bool = False) -> None:
+    def poll(self, *, may_feed: bool, is_idle: bool = False, is_brief: bool = False) -> None:
         """See `Feeder`; and see whether the lane hangs."""
         if self._stuck:
             self._stuck = [one for one in self._stuck if not _note_if_ended(*one)]
-        super().poll(may_feed=may_feed, is_idle=is_idle)
+        super().poll(may_feed=may_feed, is_idle=is_idle, is_brief=is_brief)
         if self._stands_still():
             self._give_up_on_lane()
 

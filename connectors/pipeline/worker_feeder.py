@@ -27,11 +27,11 @@ from interlace.layers.page_copies import (
 SLICES_PER_WINDOW = 4
 _MOST_WORKS = 256
 """On the lane at a time: slices may be much smaller than a window allows."""
-MOST_CALLS = 64
+MOST_CALLS = 192
 """Of the driver, for what is on a stream at a time: where runs are short a window of bytes would
 keep the host from its steps for milliseconds. A call takes 4 to 10 us."""
-MOST_HURRIED_CALLS = 1024
-"""The same where somebody computes meanwhile, and comes by seldom."""
+MOST_BRIEF_CALLS = 1024
+"""The same where somebody computes meanwhile, before the forward. Behind it the host has time."""
 _CALLS_OF_BLOCK = 1 / BATCHED_RUN_BLOCKS
 """What a block of a batch costs the host, in calls."""
 
@@ -271,10 +271,11 @@ class Feeder:
         """Whether nothing waits and nothing is on the lane."""
         return not self._waiting and not self._fed
 
-    def poll(self, *, may_feed: bool, is_idle: bool = False) -> None:
+    def poll(self, *, may_feed: bool, is_idle: bool = False, is_brief: bool = False) -> None:
         """Take note of what has ended; feed more, if that is allowed, up to the window.
 
         `is_idle`: nothing computes, so nobody may come by for a while: what waits is fed at once.
+        `is_brief`: a forward is to be launched.
         """
         while self._fed and self._fed[0][1].query():
             transfer, gate, one = self._fed.popleft()
@@ -287,17 +288,21 @@ class Feeder:
             following = transfer.next_slice
             if following is None:
                 self._waiting.popleft()
-            elif not (may_feed and self._has_room(transfer, following, is_idle=is_idle)):
+            elif not may_feed or not (
+                self._has_room(transfer, following, is_idle=is_idle, is_brief=is_brief)
+            ):
                 break
             else:
                 self._feed(transfer, following)
 
-    def _has_room(self, transfer: FedTransfer, one: Slice, *, is_idle: bool) -> bool:
+    def _has_room(
+        self, transfer: FedTransfer, one: Slice, *, is_idle: bool, is_brief: bool
+    ) -> bool:
         """Whether the window, and the lane, take one more. One slice always fits."""
         window_bytes = max(self.window_bytes, transfer.window_bytes)
         fits = self._fed_bytes + one.num_bytes <= window_bytes
-        if self._is_stream:
-            most = MOST_HURRIED_CALLS if transfer.is_hurried else MOST_CALLS
+        if self._is_stream and (is_brief or not transfer.is_hurried):
+            most = MOST_BRIEF_CALLS if transfer.is_hurried else MOST_CALLS
             fits &= self._fed_calls + one.num_calls <= most
         return not self._fed or ((is_idle or fits) and len(self._fed) < _MOST_WORKS)
 

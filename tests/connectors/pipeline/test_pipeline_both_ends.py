@@ -66,8 +66,8 @@ class PacedWorker(PipelineConnector):
         vars(feeder)["_copy_layers"] = feeder.copies.load_layers
         poll = feeder.poll
 
-        def poll_unless_stuck(*, may_feed: bool, is_idle: bool = False) -> None:
-            poll(may_feed=may_feed and not self.is_stuck, is_idle=is_idle)
+        def poll_unless_stuck(*, may_feed: bool, **how: bool) -> None:
+            poll(may_feed=may_feed and not self.is_stuck, **how)
 
         vars(feeder)["poll"] = poll_unless_stuck
 

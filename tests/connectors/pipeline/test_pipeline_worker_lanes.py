@@ -214,7 +214,7 @@ def test_no_more_calls_than_so_many_are_queued_unless_somebody_hurries(
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(worker_feeder, "MOST_CALLS", most)
-        patch.setattr(worker_feeder, "MOST_HURRIED_CALLS", 1000)
+        patch.setattr(worker_feeder, "MOST_BRIEF_CALLS", most + 10)
         kit = LanesKit(VirtualLanes(seed), window_bytes=window * PAGE_BYTES)
         feeder = kit.pipeline._bulk
         feeder._is_stream = True  # elsewhere calls take no longer than what they copy
@@ -230,7 +230,11 @@ def test_no_more_calls_than_so_many_are_queued_unless_somebody_hurries(
         assert load.error is None
         assert kit.is_saved(scattered)
         hurried = kit.pipeline.submit_from_the_back(scattered, 10, 1 << 20)
-        assert sum(one.num_calls for *_, one in feeder._fed) > most_calls
+        calls = sum(one.num_calls for *_, one in feeder._fed)
+        assert calls <= most + 10 or len(feeder._fed) == 1, "a forward is to be launched"
+        kit.pipeline.poll()
+        kit.pipeline.poll()
+        assert sum(one.num_calls for *_, one in feeder._fed) > most_calls or hurried.is_done
         kit.finish(hurried)
         assert feeder._fed_calls == 0
 
