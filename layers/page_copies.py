@@ -40,9 +40,9 @@ beside it (matrix products by a quarter), which copies do not."""
 Run: TypeAlias = tuple[int, int, int]
 """(first record, first block, number of blocks): neighbours on both sides."""
 Places: TypeAlias = NDArray[np.uint64]
-BATCHED_RUN_BLOCKS = 6
+BATCHED_RUN_BLOCKS = 10
 """Runs of so many blocks, on average, had better be copied strided than block by block in a batch:
-one strided copy takes the host as long as six of a batch."""
+one strided copy takes the host as long as eight to ten of a batch."""
 BATCHED_PAGE_BYTES = 32 << 10
 """Smaller pages are copied by the kernel: a batch would copy them far below the link's speed."""
 
