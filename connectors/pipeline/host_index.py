@@ -20,6 +20,7 @@ Every operation takes time in proportion to the records that it names, or alloca
 
 from __future__ import annotations
 
+import array
 import collections
 from collections.abc import Container, Sequence
 
@@ -35,8 +36,8 @@ class HostIndex:
         assert num_records >= 1
         self._free = FreeExtents(num_records)
         self._order = Recency(num_records)  # of stored records
-        self._hash_in: list[bytes | None] = [None] * num_records  # of stored ones
-        self._num_pins = [0] * num_records
+        self._hash_in: dict[int, bytes] = {}  # of stored ones
+        self._num_pins = array.array("q", [0]) * num_records
         self._record_of: dict[bytes, int] = {}
         self.num_evicted = 0
         """Records that made room for others, since the start."""
@@ -122,7 +123,7 @@ class HostIndex:
         """A load that has pinned these reads them no more."""
         for record in records:
             self._num_pins[record] -= 1
-            if self._hash_in[record] is None and not self._num_pins[record]:
+            if record not in self._hash_in and not self._num_pins[record]:
                 self._free.give_back(record)
 
     # ---------------------------------------------------------------- forgetting
@@ -130,10 +131,9 @@ class HostIndex:
     def forget(self, record: int) -> None:
         """What the record holds cannot be hit any more; it is free when it has no pins. Nothing
         happens to one that is not stored."""
-        block_hash = self._hash_in[record]
+        block_hash = self._hash_in.pop(record, None)
         if block_hash is None:
             return
-        self._hash_in[record] = None
         del self._record_of[block_hash]
         self._order.remove(record)
         if not self._num_pins[record]:

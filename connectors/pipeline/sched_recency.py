@@ -5,6 +5,7 @@ Knows nothing of what records hold. Any one thread.
 
 from __future__ import annotations
 
+import array
 from collections.abc import Iterator, Sequence
 
 _OUT = -1
@@ -16,8 +17,9 @@ class Recency:
     def __init__(self, size: int) -> None:
         """Nothing is in it."""
         self._end = size  # the ring's own place, between the newest and the oldest
-        self._older = [_OUT] * size + [size]
-        self._newer = [_OUT] * size + [size]
+        # Not lists: records are many, and whoever looks through all objects would enter those.
+        self._older = array.array("q", [_OUT]) * size + array.array("q", [size])
+        self._newer = self._older[:]
         self._length = 0
 
     def __len__(self) -> int:

@@ -278,3 +278,11 @@ def test_runs_are_neighbours_on_both_sides() -> None:
         RecordRun(11, 8, 1),
     )
     assert record_runs([], []) == ()
+
+
+def test_an_index_of_many_records_is_no_crowd_of_objects() -> None:
+    """Who looks through all that a connector holds, as `interlace check` does, enters lists."""
+    index = HostIndex(100_000)
+    for part in (index, index._order, index._free):
+        for held in vars(part).values():
+            assert not isinstance(held, list | dict) or len(held) < 10_000
