@@ -26,6 +26,7 @@ from interlace.layers.cuda_copies import (
     cuda_memcpy_2d,
     cuda_memcpy_batch,
 )
+from interlace.layers.page_runs import expand_runs
 
 if TYPE_CHECKING:
     from interlace.layers.kernels.page_gather import PageGather, Pairs
@@ -39,7 +40,6 @@ beside it (matrix products by a quarter), which copies do not."""
 
 Run: TypeAlias = tuple[int, int, int]
 """(first record, first block, number of blocks): neighbours on both sides."""
-Places: TypeAlias = NDArray[np.uint64]
 BATCHED_RUN_BLOCKS = 10
 """Runs of so many blocks, on average, had better be copied strided than block by block in a batch:
 one strided copy takes the host as long as eight to ten of a batch."""
@@ -82,8 +82,8 @@ class Runs:
         """What a copy of one layer comes to, since the first one."""
         self.pairs: Pairs | None = None
         """On the device, since the first copy by the kernel."""
-        self.places: tuple[Places, Places] | None = None
-        """(record, block) of each block, since the first copy in a batch."""
+        self.places: NDArray[np.uint64] | None = None
+        """[(record, block), blocks], since the first copy in a batch."""
 
 
 class _Rows(NamedTuple):
@@ -221,19 +221,19 @@ class PageCopies:
         return self._copy_layers(layers, runs, to_pages=False)
 
     def _copy_layers(self, layers: range, runs: Runs, *, to_pages: bool) -> Iterator[Copied]:
-        is_batch = runs.way is CopyWay.BATCH
-        if runs.runs and is_batch:
+        if runs.way is CopyWay.BATCH:
             self._copy_in_batch(layers, runs, to_pages=to_pages)
         elif runs.runs:
             gather, pairs = self._prepared(runs)
             gather.copy_layers(layers, pairs, loads=to_pages)
-        num_copies = len(layers) * runs.num_blocks if is_batch else 1
-        yield Copied(runs.way, num_copies, len(layers) * runs.num_blocks * self._page_bytes)
+        yield self._copied(runs, len(layers))
 
     def _copy_in_batch(self, layers: range, runs: Runs, *, to_pages: bool) -> None:
         assert self._batch is not None, "this way is not chosen without it"
+        if not runs.runs:
+            return
         if runs.places is None:
-            runs.places = _places(runs.runs)
+            runs.places = expand_runs(runs.runs).astype(np.uint64).T
         records, blocks = runs.places
         chosen = np.arange(layers.start, layers.stop, dtype=np.uint64)[:, None]
         records_at, pitch = (np.uint64(number) for number in self._record_rows)
@@ -251,20 +251,22 @@ class PageCopies:
             self._copy_on_host(layer, runs, to_pages=to_pages)
         elif runs.way is CopyWay.GATHER:
             self._copy_by_kernel(layer, runs, to_pages=to_pages)
-        elif runs.way is CopyWay.BATCH and runs.runs:
+        elif runs.way is CopyWay.BATCH:
             self._copy_in_batch(range(layer, layer + 1), runs, to_pages=to_pages)
         else:
             self._copy_strided(layer, runs.runs, to_pages=to_pages)
-        return runs.copied or self._note_copied(runs)
-
-    def _note_copied(self, runs: Runs) -> Copied:
-        num_copies = {
-            CopyWay.STRIDED: len(runs.runs),
-            CopyWay.GATHER: 1,
-            CopyWay.BATCH: runs.num_blocks,
-        }[runs.way]
-        runs.copied = Copied(runs.way, num_copies, runs.num_blocks * self._page_bytes)
+        if runs.copied is None:
+            runs.copied = self._copied(runs, 1)
         return runs.copied
+
+    def _copied(self, runs: Runs, num_layers: int) -> Copied:
+        """What one call for so many layers comes to."""
+        num_copies = {
+            CopyWay.STRIDED: num_layers * len(runs.runs),
+            CopyWay.GATHER: 1,
+            CopyWay.BATCH: num_layers * runs.num_blocks,
+        }[runs.way]
+        return Copied(runs.way, num_copies, num_layers * runs.num_blocks * self._page_bytes)
 
     def _copy_on_host(self, layer: int, runs: Runs, *, to_pages: bool) -> None:
         records, pages = self._host_records, self._host_rows[layer]
@@ -304,18 +306,6 @@ class PageCopies:
                 memcpy.copy(device, page_pitch, host, pitch, width, count, stream, to_device=True)
             else:
                 memcpy.copy(host, pitch, device, page_pitch, width, count, stream, to_device=False)
-
-
-def _places(runs: Sequence[Run]) -> tuple[Places, Places]:
-    """(record, block) of each block of runs."""
-    firsts = np.array(runs, np.uint64)
-    counts = firsts[:, 2].astype(np.int64)
-    begins = np.cumsum(counts) - counts
-    behind = (np.arange(counts.sum()) - np.repeat(begins, counts)).astype(np.uint64)
-    return (
-        np.repeat(firsts[:, 0], counts) + behind,
-        np.repeat(firsts[:, 1], counts) + behind,
-    )
 
 
 def _page_gather(records: torch.Tensor, rows: Sequence[torch.Tensor]) -> PageGather | None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from interlace.bench.connector_option import take_option
 from interlace.bench.overlap.meter import Meter
 from interlace.bench.overlap.slow_link import SlowLoads, UselessCopies
-from interlace.connectors.pipeline.layer_pipeline import LaneCopies, LayerPipeline
+from interlace.connectors.pipeline.layer_pipeline import LaneCopies
 from interlace.connectors.pipeline.messages import PipelineHandshake, PipelineMetadata
 from interlace.connectors.pipeline.options import PipelineOptions
 from interlace.connectors.pipeline.rates import Forecast
@@ -102,11 +102,9 @@ class MeteredWorker(PipelineWorker):
         self._slowdown = 1
         self._has_queued = False  # a forward, in this step
 
-    def make_pipeline(
-        self, records: torch.Tensor, layers: Sequence[torch.Tensor], lanes: Lanes
-    ) -> LayerPipeline:
+    def make_copies(self, records: torch.Tensor, layers: Sequence[torch.Tensor]) -> LaneCopies:
         """As in `PipelineWorker`, with a link that may be made slower."""
-        load, bulk, store = LaneCopies.over(records, layers)
+        load, bulk, store = super().make_copies(records, layers)
         slow_load, slow_bulk = (
             SlowLoads(
                 copies,
@@ -115,8 +113,7 @@ class MeteredWorker(PipelineWorker):
             )
             for copies in (load, bulk)
         )
-        copies = LaneCopies(slow_load, slow_bulk, store)
-        return LayerPipeline(lanes, copies, group_size=self._options.group_size)
+        return LaneCopies(slow_load, slow_bulk, store)
 
     def start(self, metadata: PipelineMetadata, *, by_layer: bool = False) -> None:
         """As in `PipelineWorker`; loads are timed and noted."""

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from interlace.bench.passing_copies import PassingCopies
 from interlace.connectors.pipeline.worker_feeder import Copies
-from interlace.layers.page_copies import Copied, Run, Runs
+from interlace.layers.page_copies import Copied, Runs
 
 if TYPE_CHECKING:
     import torch
@@ -46,30 +47,16 @@ class UselessCopies:
             num_bytes -= count
 
 
-class SlowLoads:
+class SlowLoads(PassingCopies):
     """`Copies` that load as slowly as `times` says when they begin. Lane's thread."""
 
     def __init__(
         self, copies: Copies, times: Callable[[], int], waste: Callable[[int], None]
     ) -> None:
         """`waste` copies so many bytes to nowhere."""
-        self._copies = copies
+        super().__init__(copies)
         self._times = times
         self._waste = waste
-
-    @property
-    def num_layers(self) -> int:
-        """See `Copies`."""
-        return self._copies.num_layers
-
-    @property
-    def page_bytes(self) -> int:
-        """See `Copies`."""
-        return self._copies.page_bytes
-
-    def prepare(self, runs: list[Run] | tuple[Run, ...]) -> Runs:
-        """See `Copies`."""
-        return self._copies.prepare(runs)
 
     def _delay(self, num_layers: int, runs: Runs) -> None:
         num_bytes = num_layers * runs.num_blocks * self.page_bytes
@@ -78,17 +65,9 @@ class SlowLoads:
     def load(self, layer: int, runs: Runs) -> Copied:
         """See `Copies`."""
         self._delay(1, runs)
-        return self._copies.load(layer, runs)
-
-    def save(self, layer: int, runs: Runs) -> Copied:
-        """See `Copies`."""
-        return self._copies.save(layer, runs)
+        return super().load(layer, runs)
 
     def load_layers(self, layers: range, runs: Runs) -> Iterable[Copied]:
         """See `Copies`."""
         self._delay(len(layers), runs)
-        yield from self._copies.load_layers(layers, runs)
-
-    def save_layers(self, layers: range, runs: Runs) -> Iterable[Copied]:
-        """See `Copies`."""
-        return self._copies.save_layers(layers, runs)
+        yield from super().load_layers(layers, runs)

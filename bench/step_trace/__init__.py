@@ -5,7 +5,7 @@ ends, as a timeline.
     session.py      records a few hits, and takes the median one; what they need is in setup.py
     layerwise.py    timelines of steps that load layer by layer
     profiler.py     what a GPU did, and device.py, to which layer each copy and kernel belongs
-    tape.py         what a CPU did, noted by connector.py
+    tape.py         what a CPU did, noted by connector.py; what all who note share is in taped.py
     build.py        from either to the timeline
     hybrid.py       the same of prompts that are computed from the front and loaded from the back,
                     with hybrid_device.py, hybrid_tape.py, hybrid_connector.py and hybrid_build.py

@@ -10,14 +10,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from interlace.bench.connector_option import take_option
-from interlace.bench.step_trace.copies import PassingCopies
-from interlace.bench.step_trace.tape import TAPE, StepTape
-from interlace.connectors.pipeline.layer_pipeline import LaneCopies, LayerPipeline
+from interlace.bench.passing_copies import PassingCopies
+from interlace.bench.step_trace.tape import StepTape
+from interlace.bench.step_trace.taped import TapedConnector
+from interlace.connectors.pipeline.layer_pipeline import LaneCopies
 from interlace.connectors.pipeline.options import PipelineOptions
 from interlace.connectors.pipeline.worker import PipelineWorker
 from interlace.connectors.pipeline.worker_feeder import Copies
-from interlace.connectors.pipeline_connector import PipelineConnector
 from interlace.engine.config import EngineConfig
 from interlace.engine.errors import ConfigError
 from interlace.engine.kv_connector import KVCacheConfig, KVConnectorRole
@@ -30,8 +29,10 @@ if TYPE_CHECKING:
     from interlace.layers.forward_context import ForwardContext
 
 
-class TapedPipelineConnector(PipelineConnector):
+class TapedPipelineConnector(TapedConnector[StepTape]):
     """See the module's docstring, and the base class for when each method is called."""
+
+    tape_kind = StepTape
 
     def __init__(
         self,
@@ -39,9 +40,8 @@ class TapedPipelineConnector(PipelineConnector):
         role: KVConnectorRole,
         kv_cache_config: KVCacheConfig | None = None,
     ) -> None:
-        """Raises: `ConfigError` without a tape, and what the base class raises."""
-        self._tape, config = take_option(vllm_config, TAPE, StepTape, type(self))
-        super().__init__(config, role, kv_cache_config)
+        """Raises: what the base class raises."""
+        super().__init__(vllm_config, role, kv_cache_config)
         self._places: dict[str, int] = {}
 
     def _make_worker_side(self) -> None:
@@ -70,16 +70,6 @@ class TapedPipelineConnector(PipelineConnector):
         super().wait_for_layer_load(layer_name)
         self._tape.go_on(layer)
 
-    def wait_for_save(self) -> None:
-        """Note the end of the forward."""
-        self._tape.end_forward()
-        super().wait_for_save()
-
-    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """Note the end of the step: it has sampled by now."""
-        self._tape.end()
-        return super().get_finished(finished_req_ids)
-
 
 class _TapedWorker(PipelineWorker):
     """Its load lane notes what it copies."""
@@ -88,13 +78,10 @@ class _TapedWorker(PipelineWorker):
         super().__init__(options, lanes)
         self._tape = tape
 
-    def make_pipeline(
-        self, records: torch.Tensor, layers: Sequence[torch.Tensor], lanes: Lanes
-    ) -> LayerPipeline:
+    def make_copies(self, records: torch.Tensor, layers: Sequence[torch.Tensor]) -> LaneCopies:
         """As the base class, but for the load lane."""
-        copies = LaneCopies.over(records, layers)
-        copies = copies._replace(load=_TapedCopies(copies.load, self._tape))
-        return LayerPipeline(lanes, copies, group_size=self._options.group_size)
+        copies = super().make_copies(records, layers)
+        return copies._replace(load=_TapedCopies(copies.load, self._tape))
 
 
 class _TapedCopies(PassingCopies):

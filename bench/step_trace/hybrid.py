@@ -12,7 +12,7 @@ from interlace.bench.step_trace.hybrid_device import hybrid_marks_of
 from interlace.bench.step_trace.hybrid_tape import HybridTape
 from interlace.bench.step_trace.profiler import ProfiledSteps
 from interlace.bench.step_trace.setup import ConnectorChoice, Run, TimelinePlan
-from interlace.bench.step_trace.tape import TAPE
+from interlace.bench.step_trace.taped import TAPE
 from interlace.bench.step_trace.trace import HybridTrace
 from interlace.engine.ports import Clock
 

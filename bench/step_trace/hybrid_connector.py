@@ -11,17 +11,15 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from interlace.bench.connector_option import take_option
-from interlace.bench.step_trace.copies import PassingCopies
+from interlace.bench.passing_copies import PassingCopies
 from interlace.bench.step_trace.facts import RanStep
 from interlace.bench.step_trace.hybrid_tape import HybridTape, NotedSlice
-from interlace.bench.step_trace.tape import TAPE
-from interlace.connectors.pipeline.layer_pipeline import LaneCopies, LayerPipeline
+from interlace.bench.step_trace.taped import TapedConnector
+from interlace.connectors.pipeline.layer_pipeline import LaneCopies
 from interlace.connectors.pipeline.messages import PipelineMetadata
 from interlace.connectors.pipeline.options import PipelineOptions
 from interlace.connectors.pipeline.worker import PipelineWorker
 from interlace.connectors.pipeline.worker_feeder import Copies
-from interlace.connectors.pipeline_connector import PipelineConnector
 from interlace.engine.config import EngineConfig
 from interlace.engine.kv_connector import KVCacheConfig, KVConnectorRole
 from interlace.engine.ports import Lanes
@@ -34,8 +32,10 @@ if TYPE_CHECKING:
     from interlace.layers.forward_context import ForwardContext
 
 
-class HybridNotesConnector(PipelineConnector):
+class HybridNotesConnector(TapedConnector[HybridTape]):
     """See the module's docstring, and the base class for when each method is called."""
+
+    tape_kind = HybridTape
 
     def __init__(
         self,
@@ -43,9 +43,8 @@ class HybridNotesConnector(PipelineConnector):
         role: KVConnectorRole,
         kv_cache_config: KVCacheConfig | None = None,
     ) -> None:
-        """Raises: `ConfigError` without a tape, and what the base class raises."""
-        self._tape, config = take_option(vllm_config, TAPE, HybridTape, type(self))
-        super().__init__(config, role, kv_cache_config)
+        """Raises: what the base class raises."""
+        super().__init__(vllm_config, role, kv_cache_config)
         self._sees_layers = False
 
     def _make_worker_side(self) -> None:
@@ -77,16 +76,6 @@ class HybridNotesConnector(PipelineConnector):
         self._tape.reach()
         super().wait_for_layer_load(layer_name)
 
-    def wait_for_save(self) -> None:
-        """Note the end of the forward."""
-        self._tape.end_forward()
-        super().wait_for_save()
-
-    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """Note the end of the step: it has sampled by now."""
-        self._tape.end()
-        return super().get_finished(finished_req_ids)
-
 
 class _NotingWorker(PipelineWorker):
     """Notes loads from the back, and the slices that its lane "bulk" copies."""
@@ -95,13 +84,10 @@ class _NotingWorker(PipelineWorker):
         super().__init__(options, lanes)
         self._tape = tape
 
-    def make_pipeline(
-        self, records: torch.Tensor, layers: Sequence[torch.Tensor], lanes: Lanes
-    ) -> LayerPipeline:
+    def make_copies(self, records: torch.Tensor, layers: Sequence[torch.Tensor]) -> LaneCopies:
         """As the base class, but for the lane "bulk"."""
-        copies = LaneCopies.over(records, layers)
-        copies = copies._replace(bulk=_NotingCopies(copies.bulk, self._tape))
-        return LayerPipeline(lanes, copies, group_size=self._options.group_size)
+        copies = super().make_copies(records, layers)
+        return copies._replace(bulk=_NotingCopies(copies.bulk, self._tape))
 
     def start(self, metadata: PipelineMetadata, *, by_layer: bool = False) -> None:
         """Note the loads first: a GPU's copies are queued within this."""

@@ -14,6 +14,7 @@ from interlace.bench.step_trace.build import LayerLoad, StepMarks
 from interlace.bench.step_trace.facts import RanStep
 from interlace.bench.step_trace.hybrid_build import HybridMarks, SliceLoad
 from interlace.bench.step_trace.intervals import Interval
+from interlace.bench.step_trace.taped import now_ns
 from interlace.bench.step_trace.trace import Blocks
 from interlace.engine.errors import InterlaceError
 from interlace.engine.ports import Clock
@@ -31,7 +32,7 @@ class NotedSlice(NamedTuple):
     """On a GPU both are of the host, which queued it."""
     num_bytes: int
     num_copies: int
-    """Strided ones; or one for the kernel that copies all."""
+    """Strided ones, or one for each block of a layer; or one for the kernel that copies all."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -64,7 +65,7 @@ class HybridTape:
 
     def now_ns(self) -> int:
         """The clock in nanoseconds. Any thread."""
-        return round(self._clock.monotonic() * 1e9)
+        return now_ns(self._clock)
 
     # ---------------------------------------------------------------- device thread
 

@@ -11,7 +11,8 @@ from interlace.bench.step_trace.device import LoadShape, marks_of
 from interlace.bench.step_trace.facts import TraceFacts
 from interlace.bench.step_trace.profiler import ProfiledSteps
 from interlace.bench.step_trace.setup import ConnectorChoice, Run, StepRecorder, TimelinePlan
-from interlace.bench.step_trace.tape import TAPE, StepTape, TapedSteps
+from interlace.bench.step_trace.tape import StepTape, TapedSteps
+from interlace.bench.step_trace.taped import TAPE
 from interlace.bench.step_trace.trace import StepTrace
 from interlace.engine.errors import ConfigError, InterlaceError
 from interlace.engine.events import EventStream, RequestFinished, RequestScheduled, StepScheduled

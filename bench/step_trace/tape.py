@@ -10,13 +10,11 @@ from typing import TypeVar
 
 from interlace.bench.step_trace.build import LayerLoad, StepMarks
 from interlace.bench.step_trace.intervals import Interval
+from interlace.bench.step_trace.taped import now_ns
 from interlace.engine.errors import InterlaceError
 from interlace.engine.ports import Clock
 
 T = TypeVar("T")
-
-TAPE = "tape"
-"""Key of the tape among the options of the connectors that write on one."""
 
 
 class StepTape:
@@ -37,7 +35,7 @@ class StepTape:
 
     def now_ns(self) -> int:
         """The clock in nanoseconds. Any thread."""
-        return round(self._clock.monotonic() * 1e9)
+        return now_ns(self._clock)
 
     # ---------------------------------------------------------------- device thread
 

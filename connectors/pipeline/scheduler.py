@@ -320,8 +320,11 @@ class PipelineScheduler:
         for request_id in preempted & self._requests.keys() if preempted else ():
             self._planner.fence(self._requests[request_id])
             self._lose_load(self._requests[request_id])
+        expected_s = 0.0
         if self._splits or self._settings.may_save:
-            self._follow_computed(scheduler_output)
+            before = computed_before(scheduler_output)
+            self._follow_computed(scheduler_output, before)
+            expected_s = self._expected_s(scheduler_output, before)
         num_tokens = scheduler_output.total_num_scheduled_tokens
         loads_within = any(not load.is_async for load in self._loads)
         is_timed = not loads_within and self._timed_steps.choose(num_tokens)
@@ -343,13 +346,12 @@ class PipelineScheduler:
             lost_loads=frozenset(lost_loads),
             num_tokens=num_tokens,
             timed_context_tokens=_num_computed_before(scheduler_output) if is_timed else None,
-            expected_s=self._expected_s(scheduler_output) if self._splits else 0.0,
+            expected_s=expected_s,
         )
 
-    def _expected_s(self, output: SchedulerOutput) -> float:
+    def _expected_s(self, output: SchedulerOutput, before: Mapping[str, int]) -> float:
         """How long the device will compute for the longest of the fronts in the step; 0 if there is
         none, or if that is not known. Decodes beside it hardly count."""
-        before = computed_before(output)
         counts = output.num_scheduled_tokens
         fronts = [request_id for request_id in self._splits if request_id in counts]
         times = (self._computing_s(before[i], before[i] + counts[i]) for i in fronts)
@@ -362,9 +364,8 @@ class PipelineScheduler:
             self._open_loads or self._shares or self._lost_loads or self._planner.has_orders
         )
 
-    def _follow_computed(self, output: SchedulerOutput) -> None:
+    def _follow_computed(self, output: SchedulerOutput, before: Mapping[str, int]) -> None:
         """What the step computes may be saved, and may meet what is loaded from the back."""
-        before = computed_before(output)
         self._adjust_splits(output, before)
         if self._settings.may_save:
             self._plan_saves(output, before)

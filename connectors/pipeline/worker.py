@@ -13,6 +13,7 @@ from interlace.connectors.pipeline.layer_pipeline import (
     DEFAULT_WINDOW_BYTES,
     BackwardTransfer,
     FedTransfer,
+    LaneCopies,
     LayerPipeline,
     PipelinedLoad,
     SaveTransfer,
@@ -109,17 +110,20 @@ class PipelineWorker:
     def make_pipeline(
         self, records: torch.Tensor, layers: Sequence[torch.Tensor], lanes: Lanes
     ) -> LayerPipeline:
-        """What moves blocks between these: for who wants to look at copies, or to change them.
-
-        Raises: `ConnectorError`, `ConfigError`.
-        """
-        return LayerPipeline.over(
-            records,
-            layers,
+        """What moves blocks between these. Raises: `ConnectorError`, `ConfigError`."""
+        return LayerPipeline(
             lanes,
+            self.make_copies(records, layers),
             group_size=self._options.group_size,
             window_bytes=self._window_bytes,
         )
+
+    def make_copies(self, records: torch.Tensor, layers: Sequence[torch.Tensor]) -> LaneCopies:
+        """How each lane copies: for who wants to look at copies, or to change them.
+
+        Raises: `ConnectorError`.
+        """
+        return LaneCopies.over(records, layers)
 
     @property
     def _open(self) -> _Opened:

@@ -332,13 +332,19 @@ class Feeder:
 def _cut(copies: Copies, runs: tuple[Run, ...], slice_bytes: int) -> list[Slice]:
     """Slices of about `slice_bytes`, at least one page each: parts of the runs, all layers of one
     before the next."""
-    slices: list[Slice] = []
     copies.prepare(runs)  # refuses them as a whole
-    for part in cut_runs(runs, max(1, slice_bytes // copies.page_bytes)):
-        prepared = copies.prepare(part)
-        layer_bytes = prepared.num_blocks * copies.page_bytes
+    parts = cut_runs(runs, max(1, slice_bytes // copies.page_bytes))
+    return layer_slices(copies, [copies.prepare(part) for part in parts], slice_bytes)
+
+
+def layer_slices(copies: Copies, parts: Iterable[Runs], slice_bytes: int) -> list[Slice]:
+    """All slices of a transfer: some layers of a part at a time, about `slice_bytes`, one layer at
+    least."""
+    slices: list[Slice] = []
+    for part in parts:
+        layer_bytes = part.num_blocks * copies.page_bytes
         step = max(1, slice_bytes // layer_bytes)
         for first in range(0, copies.num_layers, step):
             end = min(first + step, copies.num_layers)
-            slices.append(Slice(first, end, prepared, (end - first) * layer_bytes))
+            slices.append(Slice(first, end, part, (end - first) * layer_bytes))
     return [*slices[:-1], *(last._replace(may_be_last=True) for last in slices[-1:])]

@@ -15,6 +15,7 @@ from interlace.connectors.pipeline.worker_feeder import (
     Feeder,
     Slice,
     given_up,
+    layer_slices,
 )
 from interlace.connectors.pipeline.worker_times import Stopwatch
 from interlace.engine.errors import ConnectorError
@@ -68,16 +69,8 @@ class JointSave(FedTransfer):
         slice_bytes: int,
     ) -> None:
         """`parts` are runs that fit: see `Copies.prepare`. A work copies about `slice_bytes`."""
-        layer_bytes = copies.page_bytes * sum(map(_num_blocks, parts))
-        num_layers = copies.num_layers
-        step = max(1, slice_bytes // max(1, layer_bytes))
-        firsts = range(0, num_layers, step) if layer_bytes else ()
         all_runs = copies.prepare([run for runs in parts for run in runs])
-        slices = [
-            Slice(first, end, all_runs, (end - first) * layer_bytes, may_be_last=end == num_layers)
-            for first in firsts
-            for end in [min(first + step, num_layers)]
-        ]
+        slices = layer_slices(copies, [all_runs] if all_runs.num_blocks else [], slice_bytes)
         super().__init__(slices, copies.save_layers, after, watch)
         self.name = f"{len(parts)} saves of one step"
         self.parts = tuple(SavePart(self, runs) for runs in parts)

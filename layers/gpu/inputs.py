@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from interlace.layers.attention import SequenceChunk, slots_of
+from interlace.layers.gpu.pinned import PinnedTurns
 from interlace.layers.kernels.host_copies import read_words, write_words
 
 IntArray = NDArray[np.int64]
@@ -201,28 +202,21 @@ def _fill_chunks(
 
 
 class InputBuffer:
-    """The device's packed buffer, and pinned ones that it is filled from in turns. Device thread.
-
-    A pinned buffer is written to again when the device has read it, for which the host waits if it
-    must: with more of them than steps in flight it does not.
-    """
+    """The device's packed buffer, and pinned ones that it is filled from in turns: more than steps
+    in flight. Device thread."""
 
     def __init__(
         self, largest: StepSize, most_additions: int, device: torch.device, num_buffers: int = 3
     ) -> None:
         """For steps of up to that size, with up to so many additions to the block tables."""
         self.most_additions = most_additions
-        self.is_on_gpu = device.type == "cuda"
         num_bytes = _aligned(StepInputs.num_bytes(largest)) + Additions.num_bytes(most_additions)
         num_bytes = _aligned(num_bytes)
         self._device = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
-        self._hosts = [
-            torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=self.is_on_gpu)
-            for _ in range(num_buffers)
-        ]
-        self._host_bytes: list[Bytes] = [host.numpy() for host in self._hosts]
-        self._were_read: list[torch.cuda.Event | None] = [None] * num_buffers
-        self._turn = 0
+        self._pinned = PinnedTurns(num_bytes, num_buffers, device)
+        hosts = self._pinned.buffers
+        self.is_on_gpu = self._pinned.is_on_gpu
+        self._host_bytes: list[Bytes] = [host.numpy() for host in hosts]
         # The same few sizes come again and again, and views take long to make.
         self.views = functools.lru_cache(64)(functools.partial(StepInputs.on, self._device))
         """Where a step of a size finds its inputs."""
@@ -232,9 +226,9 @@ class InputBuffer:
         ]
         self._first = [
             functools.lru_cache(64)(functools.partial(_first, buffer))
-            for buffer in (*self._hosts, self._device)
+            for buffer in (*hosts, self._device)
         ]
-        self._words = [buffer.view(torch.int32) for buffer in (*self._hosts, self._device)]
+        self._words = [buffer.view(torch.int32) for buffer in (*hosts, self._device)]
         if self.is_on_gpu:
             # Compiled now, not in a step.
             read_words(self._words[0], self._words[-1], 1)
@@ -257,7 +251,7 @@ class InputBuffer:
         count = self._padded(len(places))
         begin = _aligned(StepInputs.num_bytes(size))
         end = begin + Additions.num_bytes(count)
-        turn = self._next_turn()
+        turn = self._pinned.take()
         fill(self._host_views[turn](size), items, block_size, nobody)
         if count:
             Additions.fill(self._host_bytes[turn][begin:], count, places, block_ids)
@@ -265,25 +259,12 @@ class InputBuffer:
             read_words(self._words[turn], self._words[-1], end // 4)
         else:
             self._first[-1](end).copy_(self._first[turn](end), non_blocking=True)
-        self._note_read()
+        self._pinned.note_read()
         return self.views(size), self._added(begin, count) if count else None
 
     def _padded(self, count: int) -> int:
         """So many additions are uploaded: few different numbers, so that views are made seldom."""
         return min(1 << (count - 1).bit_length(), self.most_additions) if count else 0
-
-    def _next_turn(self) -> int:
-        self._turn = (self._turn + 1) % len(self._hosts)
-        was_read = self._were_read[self._turn]
-        if was_read is not None:
-            was_read.synchronize()
-        return self._turn
-
-    def _note_read(self) -> None:
-        if self.is_on_gpu:
-            event = self._were_read[self._turn] or torch.cuda.Event()  # type: ignore[no-untyped-call]
-            event.record()
-            self._were_read[self._turn] = event
 
     def pad(self, size: StepSize, nobody: int) -> StepInputs:
         """Fill the inputs of a step of this size with padding alone, to capture it."""

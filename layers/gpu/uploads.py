@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from interlace.layers.device_copies import to_device
+from interlace.layers.gpu.pinned import PinnedTurns
 from interlace.layers.kernels.host_copies import read_words
 
 BUFFER_BYTES = 32 << 10
@@ -18,21 +19,12 @@ WORD_BYTES = 4
 
 
 class Uploads:
-    """`to_device` by way of pinned buffers that are filled in turns. Device thread.
-
-    One is written to again when the device has read it, for which the host waits if it must.
-    """
+    """`to_device` by way of pinned buffers. Device thread."""
 
     def __init__(self, device: torch.device) -> None:
         """`device` is that of all uploads."""
         self._device = device
-        self._is_on_gpu = device.type == "cuda"
-        self._hosts = [
-            torch.empty(BUFFER_BYTES, dtype=torch.uint8, pin_memory=self._is_on_gpu)
-            for _ in range(NUM_BUFFERS)
-        ]
-        self._were_read: list[torch.cuda.Event | None] = [None] * NUM_BUFFERS
-        self._turn = 0
+        self._pinned = PinnedTurns(BUFFER_BYTES, NUM_BUFFERS, device)
 
     def __call__(
         self,
@@ -45,20 +37,10 @@ class Uploads:
         fits = 0 < source.nbytes <= BUFFER_BYTES and source.nbytes % WORD_BYTES == 0
         if device != self._device or not fits:
             return to_device(values, dtype, device)
-        self._turn = (self._turn + 1) % NUM_BUFFERS
-        was_read = self._were_read[self._turn]
-        if was_read is not None:
-            was_read.synchronize()
-        host = self._hosts[self._turn][: source.nbytes]
+        host = self._pinned.buffers[self._pinned.take()][: source.nbytes]
         host.view(dtype).view(source.shape).copy_(source)
         target = torch.empty(source.shape, dtype=dtype, device=device)
         words = target.view(-1).view(torch.int32)
         read_words(host.view(torch.int32), words, len(words))
-        self._note_read()
+        self._pinned.note_read()
         return target
-
-    def _note_read(self) -> None:
-        if self._is_on_gpu:
-            event = self._were_read[self._turn] or torch.cuda.Event()  # type: ignore[no-untyped-call]
-            event.record()
-            self._were_read[self._turn] = event

@@ -22,6 +22,7 @@ from interlace.layers.kernels.toolchain import (
     next_power_of_2,
     tl,
 )
+from interlace.layers.page_runs import expand_runs
 
 _RECORD, _BLOCK = 0, 1
 """Columns of pairs."""
@@ -175,14 +176,7 @@ class PageGather:
 
         Nothing is checked here.
         """
-        firsts = np.array(runs, np.int32)
-        counts = firsts[:, 2]
-        ends = np.cumsum(counts)
-        numbers = np.repeat(firsts[:, :2], counts, axis=0)
-        numbers += (np.arange(ends[-1]) - np.repeat(ends - counts, counts))[:, None].astype(
-            np.int32
-        )
-        return Pairs(numbers, self._device)
+        return Pairs(expand_runs(runs).astype(np.int32), self._device)
 
     def load(self, layer: int, pairs: Pairs) -> None:
         """From records into the pages of `layer`. No block may be in two pairs."""

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from interlace.layers.gpu import uploads as uploads_module
+from interlace.layers.gpu.pinned import PinnedTurns
 from interlace.layers.gpu.uploads import BUFFER_BYTES, NUM_BUFFERS, Uploads
 from interlace.layers.kernels.toolchain import INTERPRETED
 
@@ -55,7 +56,37 @@ def test_the_host_waits_for_a_buffer_that_was_not_read_yet() -> None:
             self.num_waits += 1
 
     uploads, event = Uploads(CPU), Event()
-    uploads._were_read[2] = event  # type: ignore[call-overload]
+    uploads._pinned._were_read[2] = event  # type: ignore[call-overload]
     for number in range(NUM_BUFFERS + 2):
         uploads([number], torch.int64, CPU)
         assert event.num_waits == (number >= 1) + (number >= NUM_BUFFERS + 1)
+
+
+def test_buffers_are_taken_in_turns_and_marked_when_they_were_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    marks: list[tuple[str, int]] = []
+
+    class Event:
+        def __init__(self) -> None:
+            self.number = sum(what == "made" for what, _ in marks)
+            marks.append(("made", self.number))
+
+        def record(self) -> None:
+            marks.append(("record", self.number))
+
+        def synchronize(self) -> None:
+            marks.append(("wait", self.number))
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    turns = PinnedTurns(8, 2, CPU)
+    turns.is_on_gpu = True
+    taken = []
+    for _ in range(4):
+        taken.append(turns.take())
+        turns.note_read()
+    assert taken == [1, 0, 1, 0]
+    assert marks == [
+        ("made", 0), ("record", 0), ("made", 1), ("record", 1),
+        ("wait", 0), ("record", 0), ("wait", 1), ("record", 1),
+    ]  # fmt: skip

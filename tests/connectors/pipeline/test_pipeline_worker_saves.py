@@ -29,6 +29,18 @@ def submit(kit: LanesKit, parts: list[list[Run]]) -> list[SaveTransfer]:
     return saves
 
 
+def hold_copies(kit: LanesKit) -> tuple[threading.Event, threading.Event]:
+    """(set when a copy has begun, to be set to let copies go on)."""
+    has_begun, go_on = threading.Event(), threading.Event()
+
+    def hold(layer: int, runs: Runs) -> None:
+        has_begun.set()
+        assert go_on.wait(PATIENCE_S)
+
+    kit.copies.before = hold
+    return has_begun, go_on
+
+
 @st.composite
 def some_saves(draw: st.DrawFn) -> list[list[Run]]:
     """Their blocks, and records, are all different."""
@@ -156,13 +168,7 @@ def test_nothing_more_is_copied_when_all_are_fenced() -> None:
 
 def test_on_a_thread_a_fence_waits_for_the_copy_under_way_and_no_longer() -> None:
     kit = LanesKit(ThreadLanes(), window_bytes=8 * PAGE_BYTES)
-    has_begun, go_on = threading.Event(), threading.Event()
-
-    def hold(layer: int, runs: Runs) -> None:
-        has_begun.set()
-        assert go_on.wait(PATIENCE_S)
-
-    kit.copies.before = hold
+    has_begun, go_on = hold_copies(kit)
     fenced, other = submit(kit, [[(0, 1, 1)], [(1, 2, 1)]])
     assert has_begun.wait(PATIENCE_S)
     threading.Timer(0.01, go_on.set).start()
@@ -179,13 +185,7 @@ def test_on_a_thread_a_fence_waits_for_the_copy_under_way_and_no_longer() -> Non
 
 def test_a_fence_gives_up_on_a_copy_that_hangs() -> None:
     kit = LanesKit(ThreadLanes(), window_bytes=8 * PAGE_BYTES, deadline_s=0.05)
-    has_begun, go_on = threading.Event(), threading.Event()
-
-    def hold(layer: int, runs: Runs) -> None:
-        has_begun.set()
-        assert go_on.wait(PATIENCE_S)
-
-    kit.copies.before = hold
+    has_begun, go_on = hold_copies(kit)
     fenced, _ = submit(kit, [[(0, 1, 1)], [(1, 2, 1)]])
     assert has_begun.wait(PATIENCE_S)
     with pytest.raises(ConnectorError, match="has not returned"):
