@@ -2,8 +2,9 @@
 
 A record is one block over all layers, `[layer][K,V][token][kv head][head size]`. So one strided
 copy takes a layer out of a run of neighbouring records and puts it into a run of neighbouring
-blocks: at the link's speed, and without a kernel. Where runs are many, one kernel copies them all,
-or the driver does in one call: that takes longer to queue, and leaves the multiprocessors alone.
+blocks: at the link's speed, and without a kernel. A driver may take many such copies in one call.
+Where runs are many and short, one kernel copies them all, or the driver does in one call, block by
+block: that takes longer to queue, and leaves the multiprocessors alone.
 
 On a CPU numpy copies at once, on any thread. On a GPU copies are queued on the current stream;
 device thread.
@@ -21,9 +22,13 @@ from numpy.typing import NDArray
 
 from interlace.engine.errors import ConnectorError
 from interlace.layers.cuda_copies import (
+    Addresses,
     Memcpy2D,
+    Memcpy2DBatch,
     MemcpyBatch,
+    StridedRows,
     cuda_memcpy_2d,
+    cuda_memcpy_2d_batch,
     cuda_memcpy_batch,
 )
 from interlace.layers.page_runs import expand_runs
@@ -43,6 +48,13 @@ Run: TypeAlias = tuple[int, int, int]
 BATCHED_RUN_BLOCKS = 10
 """Runs of so many blocks, on average, had better be copied strided than block by block in a batch:
 one strided copy takes the host as long as eight to ten of a batch."""
+STRIDED_BATCH_RUN_BLOCKS = 6
+"""The same where strided copies come in a batch too: one takes the host as long as three of the
+other batch. Where runs are shorter, those are faster: they come to 39 to 52 GB/s, and strided ones
+to 34 with runs of 4 blocks of 64 KiB, and 42 with 8 (an NVIDIA H200)."""
+LEAST_STRIDED_BATCH = 10
+"""So many strided copies, or more, are queued in one call. That takes the host 30 to 60 us, as long
+as about ten single ones, and where they are very many less than 2 us for each (an NVIDIA H200)."""
 BATCHED_PAGE_BYTES = 32 << 10
 """Smaller pages are copied by the kernel: a batch would copy them far below the link's speed."""
 
@@ -51,7 +63,7 @@ class CopyWay(enum.Enum):
     """How a layer was copied."""
 
     STRIDED = enum.auto()
-    """One two-dimensional copy for each run."""
+    """One two-dimensional copy for each run; many may be queued in one call."""
     GATHER = enum.auto()
     """One kernel for all runs."""
     BATCH = enum.auto()
@@ -84,6 +96,8 @@ class Runs:
         """On the device, since the first copy by the kernel."""
         self.places: NDArray[np.uint64] | None = None
         """[(record, block), blocks], since the first copy in a batch."""
+        self.table: NDArray[np.uint64] | None = None
+        """[(record, block, number of blocks), runs], since the first strided batch."""
 
 
 class _Rows(NamedTuple):
@@ -109,6 +123,7 @@ class PageCopies:
         *,
         memcpy: Memcpy2D | None = None,
         batch: MemcpyBatch | None = None,
+        strided_batch: Memcpy2DBatch | None = None,
         most_strided_runs: int = MOST_STRIDED_RUNS,
         strided_run_bytes: int = STRIDED_RUN_BYTES,
     ) -> None:
@@ -119,7 +134,8 @@ class PageCopies:
         copies if they can be had. More runs than `most_strided_runs` are copied by the kernel
         if they are shorter, on average, than `strided_run_bytes` of a layer.
         It is compiled here, which may wait for the device. With `batch` they are copied by that in
-        place of the kernel.
+        place of the kernel. With `strided_batch` many strided copies are one call. Who gives a
+        batch copies on a stream that is not the default one.
 
         Raises: `ConnectorError` for pages or records of another layout, and for a GPU for which
         neither the driver's copies nor kernels can be had.
@@ -133,6 +149,7 @@ class PageCopies:
         self._strided_run_bytes = strided_run_bytes
         device = self._rows[0].device
         self._is_host = device.type == "cpu" and memcpy is None
+        self._strided_batch = None if self._is_host else strided_batch
         if self._is_host:
             self._host_records = records.numpy()
             self._host_rows = [rows.numpy() for rows in self._rows]
@@ -151,19 +168,36 @@ class PageCopies:
             )
 
     @classmethod
+    def within_steps(cls, records: torch.Tensor, layers: Sequence[torch.Tensor]) -> Self:
+        """For what a step waits for: by the kernel where that is faster. On a stream that is not
+        the default one.
+
+        See the constructor. Waits for the device.
+        """
+        return cls(records, layers, strided_batch=_strided_batch(layers))
+
+    @classmethod
     def beside_compute(cls, records: torch.Tensor, layers: Sequence[torch.Tensor]) -> Self:
-        """For what goes on while others compute: by copy engines, if the driver can do it.
+        """For what goes on while others compute: by copy engines, if the driver can do it. On a
+        stream that is not the default one.
 
         See the constructor. Waits for the device.
         """
         page_bytes = records.shape[-1]
-        batch = None
-        if layers and layers[0].device.type == "cuda" and page_bytes >= BATCHED_PAGE_BYTES:
+        strided_batch, batch = _strided_batch(layers), None
+        if _are_on_cuda(layers) and page_bytes >= BATCHED_PAGE_BYTES:
             batch = cuda_memcpy_batch(layers[0].device)
         if batch is None:
-            return cls(records, layers, most_strided_runs=0)
-        run_bytes = BATCHED_RUN_BLOCKS * page_bytes
-        return cls(records, layers, batch=batch, most_strided_runs=0, strided_run_bytes=run_bytes)
+            return cls(records, layers, strided_batch=strided_batch, most_strided_runs=0)
+        run_blocks = BATCHED_RUN_BLOCKS if strided_batch is None else STRIDED_BATCH_RUN_BLOCKS
+        return cls(
+            records,
+            layers,
+            batch=batch,
+            strided_batch=strided_batch,
+            most_strided_runs=0,
+            strided_run_bytes=run_blocks * page_bytes,
+        )
 
     @property
     def num_layers(self) -> int:
@@ -210,18 +244,26 @@ class PageCopies:
         """From records into the pages of these layers, one after the other; by one kernel, or in
         one batch, where that is the way. Each copy is queued as it is asked for. Raises: as `load`.
         """
-        if runs.way is CopyWay.STRIDED:
+        if self._are_single(len(layers), runs):
             return (self.load(layer, runs) for layer in layers)
         return self._copy_layers(layers, runs, to_pages=True)
 
     def save_layers(self, layers: range, runs: Runs) -> Iterator[Copied]:
         """From the pages of these layers into records, likewise."""
-        if runs.way is CopyWay.STRIDED:
+        if self._are_single(len(layers), runs):
             return (self.save(layer, runs) for layer in layers)
         return self._copy_layers(layers, runs, to_pages=False)
 
+    def _are_single(self, num_layers: int, runs: Runs) -> bool:
+        """Whether copies of so many layers are queued one by one."""
+        if runs.way is not CopyWay.STRIDED:
+            return False
+        return self._strided_batch is None or num_layers * len(runs.runs) < LEAST_STRIDED_BATCH
+
     def _copy_layers(self, layers: range, runs: Runs, *, to_pages: bool) -> Iterator[Copied]:
-        if runs.way is CopyWay.BATCH:
+        if runs.way is CopyWay.STRIDED:
+            self._copy_in_strided_batch(layers, runs, to_pages=to_pages)
+        elif runs.way is CopyWay.BATCH:
             self._copy_in_batch(layers, runs, to_pages=to_pages)
         elif runs.runs:
             gather, pairs = self._prepared(runs)
@@ -234,7 +276,21 @@ class PageCopies:
             return
         if runs.places is None:
             runs.places = expand_runs(runs.runs).astype(np.uint64).T
-        records, blocks = runs.places
+        targets, sources = self._sides(layers, *runs.places, to_pages=to_pages)
+        self._batch.copy(targets.addresses.ravel(), sources.addresses.ravel(), self._page_bytes)
+
+    def _copy_in_strided_batch(self, layers: range, runs: Runs, *, to_pages: bool) -> None:
+        assert self._strided_batch is not None, "this is not chosen without it"
+        if runs.table is None:
+            runs.table = np.array(runs.runs, np.uint64).T
+        records, blocks, counts = runs.table
+        targets, sources = self._sides(layers, records, blocks, to_pages=to_pages)
+        self._strided_batch.copy(targets, sources, self._page_bytes, counts)
+
+    def _sides(
+        self, layers: range, records: Addresses, blocks: Addresses, *, to_pages: bool
+    ) -> tuple[StridedRows, StridedRows]:
+        """(targets, sources) of copies that begin at these records and blocks: [layers, copies]."""
         chosen = np.arange(layers.start, layers.stop, dtype=np.uint64)[:, None]
         records_at, pitch = (np.uint64(number) for number in self._record_rows)
         host = records_at + records * pitch + chosen * np.uint64(self._page_bytes)
@@ -242,9 +298,9 @@ class PageCopies:
             numbers[layers.start : layers.stop, None]
             for numbers in (self._layers_at, self._layer_pitches)
         )
-        device = pages_at + blocks * pitches
-        targets, sources = (device, host) if to_pages else (host, device)
-        self._batch.copy(targets.ravel(), sources.ravel(), self._page_bytes)
+        kept = StridedRows(host, self._record_rows.pitch)
+        pages = StridedRows(pages_at + blocks * pitches, pitches)
+        return (pages, kept) if to_pages else (kept, pages)
 
     def _copy(self, layer: int, runs: Runs, *, to_pages: bool) -> Copied:
         if self._is_host:
@@ -253,8 +309,10 @@ class PageCopies:
             self._copy_by_kernel(layer, runs, to_pages=to_pages)
         elif runs.way is CopyWay.BATCH:
             self._copy_in_batch(range(layer, layer + 1), runs, to_pages=to_pages)
-        else:
+        elif self._are_single(1, runs):
             self._copy_strided(layer, runs.runs, to_pages=to_pages)
+        else:
+            self._copy_in_strided_batch(range(layer, layer + 1), runs, to_pages=to_pages)
         if runs.copied is None:
             runs.copied = self._copied(runs, 1)
         return runs.copied
@@ -306,6 +364,14 @@ class PageCopies:
                 memcpy.copy(device, page_pitch, host, pitch, width, count, stream, to_device=True)
             else:
                 memcpy.copy(host, pitch, device, page_pitch, width, count, stream, to_device=False)
+
+
+def _are_on_cuda(layers: Sequence[torch.Tensor]) -> bool:
+    return bool(layers) and layers[0].device.type == "cuda"
+
+
+def _strided_batch(layers: Sequence[torch.Tensor]) -> Memcpy2DBatch | None:
+    return cuda_memcpy_2d_batch(layers[0].device) if _are_on_cuda(layers) else None
 
 
 def _page_gather(records: torch.Tensor, rows: Sequence[torch.Tensor]) -> PageGather | None:

@@ -3,6 +3,7 @@ captured graphs; bulk loads, saves and fences. Run with -s to see how fast it wa
 
 from __future__ import annotations
 
+import contextlib
 import random
 import statistics
 import time
@@ -20,12 +21,22 @@ from interlace.connectors.pipeline.records import HostRecords
 from interlace.connectors.pipeline.worker import PipelineWorker
 from interlace.engine.errors import ConnectorError
 from interlace.layers import page_copies
-from interlace.layers.cuda_copies import cuda_memcpy_2d, cuda_memcpy_batch
+from interlace.layers.cuda_copies import (
+    cuda_memcpy_2d,
+    cuda_memcpy_2d_batch,
+    cuda_memcpy_batch,
+)
 from interlace.layers.cuda_lanes import CudaLane, CudaLanes
 from interlace.layers.cuda_streams import CudaStreams
 from interlace.layers.kernels.page_gather import GATHER_TILES, GatherTiles, PageGather
 from interlace.layers.lanes import ThreadLanes
-from interlace.layers.page_copies import CopyWay, PageCopies, Run, Runs
+from interlace.layers.page_copies import (
+    LEAST_STRIDED_BATCH,
+    CopyWay,
+    PageCopies,
+    Run,
+    Runs,
+)
 
 pytestmark = [
     pytest.mark.gpu,
@@ -210,6 +221,60 @@ def test_several_layers_in_one_go(records: HostRecords, way: CopyWay, cross_laye
         pass
     torch.cuda.synchronize()
     assert torch.equal(records.tensor, before)
+
+
+@pytest.mark.usefixtures("on_a_stream")
+@pytest.mark.parametrize("page_bytes", [12 << 10, 64 << 10])
+@pytest.mark.parametrize("cross_layers", [False, True])
+@pytest.mark.parametrize("by_layer", [False, True])
+def test_many_strided_copies_in_one_call_are_what_single_ones_are(
+    page_bytes: int, cross_layers: bool, by_layer: bool
+) -> None:
+    if cuda_memcpy_2d(device()) is None:
+        pytest.skip("cuda.bindings is not installed")
+    strided_batch = cuda_memcpy_2d_batch(device())
+    assert strided_batch is not None, "the driver is of CUDA 12.8 or later"
+    runs, chosen = random_runs(random.Random(page_bytes), 12, 1), range(1, NUM_LAYERS)
+    assert len(runs) >= LEAST_STRIDED_BATCH
+    shape = (NUM_BLOCKS, NUM_LAYERS) if cross_layers else (NUM_LAYERS, NUM_BLOCKS)
+    memory = torch.randint(0, 256, (*shape, page_bytes), dtype=torch.uint8, device="cuda")
+    layers = list(memory.unbind(1 if cross_layers else 0))
+    twin_layers = [pages.clone() for pages in layers]
+    size = NUM_RECORDS * NUM_LAYERS * page_bytes
+    made = HostRecords.allocate(size, (NUM_LAYERS, page_bytes), device())
+    with contextlib.closing(made):
+        records = made.tensor
+        records.random_(256)
+        copies = PageCopies(records, layers, strided_batch=strided_batch, strided_run_bytes=0)
+        twin = PageCopies(records, twin_layers, strided_run_bytes=0)
+        queue_layers(copies, chosen, runs, loads=True, by_layer=by_layer)
+        queue_layers(twin, chosen, runs, loads=True, by_layer=True)
+        for pages, right in zip(layers, twin_layers, strict=True):
+            assert torch.equal(as_bytes(pages), as_bytes(right))
+            pages.bitwise_xor_(85)
+            right.bitwise_xor_(85)
+        before = records.clone()
+        queue_layers(copies, chosen, runs, loads=False, by_layer=by_layer)
+        saved = records.clone()
+        records.copy_(before)
+        queue_layers(twin, chosen, runs, loads=False, by_layer=True)
+        assert torch.equal(saved, records)
+        assert not torch.equal(saved, before)
+
+
+def queue_layers(
+    copies: PageCopies, layers: range, runs: list[Run], *, loads: bool, by_layer: bool
+) -> None:
+    """Strided copies, and wait for them."""
+    prepared = copies.prepare(runs)
+    assert prepared.way is CopyWay.STRIDED
+    if by_layer:
+        for layer in layers:
+            (copies.load if loads else copies.save)(layer, prepared)
+    else:
+        copied = list((copies.load_layers if loads else copies.save_layers)(layers, prepared))
+        assert len(copied) == 1, "one call"
+    torch.cuda.synchronize()
 
 
 def load_twin(pages: Tensor, records: Tensor, layer: int, runs: Sequence[Run]) -> None:

@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from host_memcpy import HostBatch, HostMemcpy
+from host_memcpy import HostBatch, HostDriver, HostMemcpy, on_a_stream
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from interlace.engine.errors import ConnectorError
-from interlace.layers import cuda_copies
-from interlace.layers.page_copies import CopyWay, PageCopies, Run, cut_runs
+from interlace.layers import cuda_copies, page_copies
+from interlace.layers.page_copies import (
+    BATCHED_RUN_BLOCKS,
+    LEAST_STRIDED_BATCH,
+    STRIDED_BATCH_RUN_BLOCKS,
+    CopyWay,
+    PageCopies,
+    Run,
+    cut_runs,
+)
 
 NUM_RECORDS, NUM_BLOCKS, NUM_LAYERS = 40, 50, 3
 PAGE_SHAPE = (2, 2, 2, 4)
@@ -139,6 +147,120 @@ def test_a_batch_copies_several_layers_in_one_call(
         assert batch.num_calls == 2
 
 
+def strided_in(driver: HostDriver, records: Tensor, layers: list[Tensor]) -> PageCopies:
+    """Strided copies only, by a memcpy, or by this stand-in for the driver."""
+    stand_in: Any = driver
+    return PageCopies(
+        records,
+        layers,
+        memcpy=HostMemcpy(),
+        strided_batch=cuda_copies._CudaMemcpy2DBatch(stand_in, torch.device("cuda", 0)),
+        strided_run_bytes=0,
+    )
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    runs=some_runs(),
+    memory=st.sampled_from(["layers", "cross"]),
+    name=st.sampled_from(["cuMemcpy3DBatchAsync_v2", "cuMemcpy3DBatchAsync"]),
+    chosen=st.sampled_from([range(i, j) for j in range(NUM_LAYERS + 1) for i in range(j)]),
+    loads=st.booleans(),
+)
+def test_many_strided_copies_are_one_call(
+    runs: list[Run], memory: str, name: str, chosen: range, loads: bool
+) -> None:
+    page_bytes = PAGE_BYTES if memory == "layers" else PAGE_BYTES // 2
+    records, layers = filled(NUM_RECORDS, NUM_LAYERS, page_bytes), layers_of(memory)
+    twin_records, twin_layers = records.clone(), [pages.clone() for pages in layers]
+    driver = HostDriver(name)
+    copies, twin = strided_in(driver, records, layers), PageCopies(twin_records, twin_layers)
+    prepared, twin_runs = copies.prepare(runs), twin.prepare(runs)
+    with on_a_stream():
+        copied = list((copies.load_layers if loads else copies.save_layers)(chosen, prepared))
+    twin_copied = list((twin.load_layers if loads else twin.save_layers)(chosen, twin_runs))
+    assert torch.equal(records, twin_records)
+    assert all(map(torch.equal, map(as_bytes, layers), map(as_bytes, twin_layers)))
+    num_copies = len(chosen) * len(runs)
+    is_one_call = num_copies >= LEAST_STRIDED_BATCH
+    assert driver.calls == ([num_copies] if is_one_call else [])
+    assert len(copied) == (1 if is_one_call else len(chosen))
+    for figures in (copied, twin_copied):
+        assert {one.way for one in figures} == {CopyWay.STRIDED}
+        assert sum(one.num_copies for one in figures) == num_copies
+        num_bytes = len(chosen) * prepared.num_blocks * page_bytes
+        assert sum(one.num_bytes for one in figures) == num_bytes
+
+
+@pytest.mark.parametrize("loads", [True, False])
+def test_one_layer_is_one_call_if_it_has_many_runs(loads: bool) -> None:
+    records, layers = new_records(), layers_of("layers")
+    driver = HostDriver("cuMemcpy3DBatchAsync_v2")
+    copies = strided_in(driver, records, layers)
+    copy = copies.load if loads else copies.save
+    runs = [(2 * i, NUM_BLOCKS - 3 - 3 * i, 2) for i in range(LEAST_STRIDED_BATCH)]
+    few, many = copies.prepare(runs[:-1]), copies.prepare(runs)
+    assert copy(1, few) == (CopyWay.STRIDED, 9, 18 * PAGE_BYTES)
+    assert driver.calls == []
+    for layer in (1, 2):
+        with on_a_stream():
+            assert copy(layer, many) == (CopyWay.STRIDED, 10, 20 * PAGE_BYTES)
+        for record, block, count in runs:
+            kept = records[record : record + count, layer]
+            assert torch.equal(as_bytes(layers[layer])[block : block + count], kept)
+    assert driver.calls == [10, 10]
+
+
+def test_a_strided_batch_that_fails_raises_as_it_is_asked_for() -> None:
+    driver = HostDriver("cuMemcpy3DBatchAsync_v2", code=1)
+    copies = strided_in(driver, new_records(), layers_of("layers"))
+    runs = copies.prepare([(i, i + 1, 1) for i in range(4)])
+    copied = copies.save_layers(range(NUM_LAYERS), runs)
+    assert driver.calls == []
+    with on_a_stream(), pytest.raises(ConnectorError, match="error 1"):
+        next(copied)
+
+
+class GivenCopies(PageCopies):
+    """Notes what a constructor is given."""
+
+    def __init__(self, records: Tensor, layers: Any, **given: Any) -> None:
+        self.given = given
+
+
+@pytest.mark.parametrize("has_strided_batch", [True, False])
+def test_who_copies_how_on_a_gpu(has_strided_batch: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = HostBatch()
+    strided_batch = object() if has_strided_batch else None
+    monkeypatch.setattr(page_copies, "cuda_memcpy_batch", lambda device: batch)
+    monkeypatch.setattr(page_copies, "cuda_memcpy_2d_batch", lambda device: strided_batch)
+    large, small = (torch.zeros(1, 1, size << 10, dtype=torch.uint8) for size in (64, 12))
+    layers: Any = [SimpleNamespace(device=torch.device("cuda", 0))]
+    assert GivenCopies.within_steps(large, layers).given == {"strided_batch": strided_batch}
+    assert GivenCopies.beside_compute(small, layers).given == {
+        "strided_batch": strided_batch,
+        "most_strided_runs": 0,
+    }
+    run_blocks = STRIDED_BATCH_RUN_BLOCKS if has_strided_batch else BATCHED_RUN_BLOCKS
+    assert GivenCopies.beside_compute(large, layers).given == {
+        "batch": batch,
+        "strided_batch": strided_batch,
+        "most_strided_runs": 0,
+        "strided_run_bytes": run_blocks * (64 << 10),
+    }
+
+
+def test_the_host_asks_for_no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("cuda_memcpy_2d", "cuda_memcpy_2d_batch", "cuda_memcpy_batch"):
+        monkeypatch.delattr(page_copies, name)
+    for make in (PageCopies, PageCopies.within_steps, PageCopies.beside_compute):
+        records, layers = new_records(), layers_of("layers")
+        copies = make(records, layers)
+        list(copies.load_layers(range(NUM_LAYERS), copies.prepare([(3, 5, 30)])))
+        for layer, pages in enumerate(layers):
+            assert torch.equal(as_bytes(pages)[5:35], records[3:33, layer])
+
+
 def test_long_runs_are_strided_where_there_are_batches_too() -> None:
     memcpy, batch = HostMemcpy(), HostBatch()
     copies = PageCopies(
@@ -218,78 +340,3 @@ def test_cutting_keeps_every_block_and_fills_every_piece(counts: list[int], most
     sizes = [len(pairs(piece)) for piece in pieces]
     assert all(size == most for size in sizes[:-1])
     assert all(0 < size <= most for size in sizes)
-
-
-class FakeRuntime:
-    """`cuda.bindings.runtime`, whose copies fail."""
-
-    class cudaMemcpyKind:  # noqa: N801
-        cudaMemcpyHostToDevice = 1  # noqa: N815
-        cudaMemcpyDeviceToHost = 2  # noqa: N815
-
-    @staticmethod
-    def cudaGetLastError() -> tuple[int]:  # noqa: N802
-        return (700,)
-
-    @staticmethod
-    def cudaMemcpy2DAsync(*args: Any) -> tuple[int]:  # noqa: N802
-        return (700,)
-
-
-def test_a_copy_that_cuda_refuses_says_so() -> None:
-    memcpy = cuda_copies._CudaMemcpy2D(FakeRuntime, torch.device("cuda", 0))
-    with pytest.raises(ConnectorError, match=r"cudaMemcpy2DAsync of 2 rows of 64 bytes .* 700"):
-        memcpy.copy(0, 64, 0, 64, 64, 2, 0, to_device=True)
-
-
-def test_without_a_gpu_package_there_is_no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(name: str) -> None:
-        raise ImportError(name)
-
-    monkeypatch.setattr("importlib.import_module", missing)
-    assert cuda_copies.cuda_memcpy_2d(torch.device("cpu")) is None
-
-
-class FakeDriver:
-    """Of one version or the other; answers with what it is told."""
-
-    def __init__(self, name: str, code: int) -> None:
-        self.calls: list[tuple[Any, ...]] = []
-
-        def call(*args: Any) -> int:
-            self.calls.append(args)
-            return code
-
-        setattr(self, name, call)
-
-
-@pytest.mark.parametrize(
-    ("name", "num_arguments"), [("cuMemcpyBatchAsync_v2", 8), ("cuMemcpyBatchAsync", 9)]
-)
-def test_a_batch_is_one_call_of_the_driver(
-    name: str, num_arguments: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 77, raising=False)
-    driver: Any = FakeDriver(name, 0)
-    batch = cuda_copies._CudaMemcpyBatch(driver, torch.device("cuda", 0))
-    targets, sources = np.arange(3, dtype=np.uint64), np.arange(3, 6, dtype=np.uint64)
-    batch.copy(targets, sources, 64)
-    (arguments,) = driver.calls
-    assert len(arguments) == num_arguments
-    assert arguments[0].value == targets.ctypes.data
-    assert arguments[1].value == sources.ctypes.data
-    assert (arguments[3].value, arguments[-1].value) == (3, 77)
-    refusing: Any = FakeDriver(name, 1)
-    with pytest.raises(ConnectorError, match="of 3 copies of 64 bytes failed with error 1"):
-        cuda_copies._CudaMemcpyBatch(refusing, torch.device("cuda", 0)).copy(targets, sources, 64)
-
-
-def test_a_driver_without_batches_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ctypes.CDLL", lambda name: object())
-    assert cuda_copies.cuda_memcpy_batch(torch.device("cuda", 0)) is None
-
-    def missing(name: str) -> None:
-        raise OSError(name)
-
-    monkeypatch.setattr("ctypes.CDLL", missing)
-    assert cuda_copies.cuda_memcpy_batch(torch.device("cuda", 0)) is None
