@@ -104,7 +104,7 @@ class KVConnectorBase_V1(ABC):  # noqa: N801 - the protocol's name
     """Brings KV from elsewhere and takes it there. See the module's docstring.
 
     Beside vLLM's protocol there are extensions, all of which a connector may leave alone: `lanes`,
-    `get_layer_gates`, `get_compute_end`, `KVConnectorMetadata.is_idle`,
+    `get_layer_gates`, `get_compute_end`, `advance_transfers`, `KVConnectorMetadata.is_idle`,
     `default_load_failure_policy`, and what `interlace check` is told by `kv_is_synthetic`,
     `check_setup`, `store_fault_kinds` and `inject_store_fault`.
     """
@@ -331,6 +331,19 @@ class KVConnectorBase_V1(ABC):  # noqa: N801 - the protocol's name
     def clear_connector_metadata(self) -> None:
         """The step is over. An override calls super."""
         self._connector_metadata = None
+
+    def advance_transfers(self) -> bool:
+        """Move on what goes on beside the steps; whether there is more of it.
+
+        While the device thread waits for the device, outside of any step's hooks and without
+        metadata: once when it begins to wait for a step, and then again and again while the answer
+        is True and the step has not ended. So transfers need not be queued by the hooks, which hold
+        up the launch of steps, nor far ahead. What is done here holds up whoever waits for the
+        step's tokens: a fraction of a millisecond at a time. Not called behind a step in which the
+        connector was idle, nor on a device that computes within the launch, as a CPU does. An
+        extension of the protocol.
+        """
+        return False
 
     # ---------------------------------------------------------------- scheduler side
     # All on the event loop, while it plans or applies a step.

@@ -206,6 +206,10 @@ class MultiWorkerSide(KVConnectorBase_V1):
         """Wait for all children."""
         self._each_awake("wait_for_save", lambda c: c.wait_for_save())
 
+    def advance_transfers(self) -> bool:
+        """Of all children; whether any has more."""
+        return any(self._each_awake("advance_transfers", lambda c: c.advance_transfers()))
+
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """Loads that their own child has ended, and requests that every child is done with."""
 

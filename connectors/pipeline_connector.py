@@ -247,6 +247,10 @@ class PipelineConnector(KVConnectorBase_V1):
         """Saves and loads that have ended, and how long things took."""
         return self._worker.report()
 
+    def advance_transfers(self) -> bool:
+        """Feed what goes on beside the steps, a slice or two."""
+        return self._worker.advance()
+
     # ---------------------------------------------------------------- both
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:

@@ -80,7 +80,11 @@ class _Step:
 
 
 class StepLoop:
-    """Runs steps until it is told to stop, or until something fatal happens."""
+    """Runs steps until it is told to stop, or until something fatal happens.
+
+    Where the device works by itself, and nothing else can be planned, an empty step goes behind the
+    last one that computes: it brings a connector's news in the moment when that one has ended.
+    """
 
     def __init__(
         self,
@@ -178,14 +182,18 @@ class StepLoop:
         while len(self._inflight) < depth:
             if self._stopping and not self._lingers:
                 return
-            plan = self._scheduler.schedule(poll=self._poll_due)
+            works_ahead = self._runner.works_ahead
+            plan = self._scheduler.schedule(poll=self._poll_due, may_poll_behind=works_ahead)
             self._outputs.process(self._scheduler.take_failed())
             if plan is None:
                 return
             self._poll_due = False
+            asks_only = not (plan.total_num_scheduled_tokens or plan.async_loading_req_ids)
+            if asks_only:
+                self._await_oldest_step()  # for what there is when that has ended
             step = _Step(plan, self._runner, self._device)
             self._inflight.append(step)
-            if not self._runner.works_ahead:
+            if asks_only or not works_ahead:
                 self._await(step)
             if plan.loading_block_ids:
                 step.launched.add_done_callback(lambda _: self._wake.set())

@@ -321,6 +321,11 @@ class WorkerConnector(Protocol):
         """Ids whose (saves, loads) have ended since the last call."""
         ...
 
+    def advance_transfers(self) -> bool:
+        """Move on what goes on beside the steps, for a fraction of a millisecond; whether there is
+        more of it. While the device works, as often as that is so."""
+        ...
+
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Blocks that a load promised and did not fill."""
         ...

@@ -269,13 +269,16 @@ class Scheduler:
 
     # ---------------------------------------------------------------- planning a step
 
-    def schedule(self, *, poll: bool = False) -> SchedulerOutput | None:
+    def schedule(
+        self, *, poll: bool = False, may_poll_behind: bool = False
+    ) -> SchedulerOutput | None:
         """Plan one step, or return None if there is nothing to do now.
 
         Runs to the end without awaiting. Every request in the plan has its blocks; its
         `num_computed_tokens` already counts the step, so that the next step can be planned
         before this one is applied. A plan without tokens delivers `finished_req_ids`, lets loads
-        begin, or, with `poll`, asks the connector for news. Raises: `ConnectorError`, fatal.
+        begin, or, with `poll`, asks the connector for news: while nothing is in flight, or, with
+        `may_poll_behind`, behind the only step that is. Raises: `ConnectorError`, fatal.
         """
         if self._inflight and (self._must_drain or self._inflight[-1].is_barrier):
             return None
@@ -289,11 +292,19 @@ class Scheduler:
             self._schedule_waiting(plan)
         if plan.scheduled or plan.begun_loads:
             return self._commit(plan)
-        has_news = self._finished_req_ids or plan.preempted or (poll and self.awaits_connector)
-        if has_news and not self._inflight:
+        polls = poll and self.awaits_connector
+        if not self._inflight:
+            if polls or self._finished_req_ids or plan.preempted:
+                return self._commit(plan)
+        elif polls and may_poll_behind and not plan.preempted and self._computes_last:
             return self._commit(plan)
         self._preempted = plan.preempted
         return None
+
+    @property
+    def _computes_last(self) -> bool:
+        """Whether one step is in flight, and computes."""
+        return len(self._inflight) == 1 and bool(self._inflight[0].scheduled)
 
     def _schedule_running(self, plan: StepPlan) -> None:
         """Let running requests catch up, in order."""

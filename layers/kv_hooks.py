@@ -9,8 +9,8 @@
                    metadata, clear
 
 A step in which the connector says that its worker side is idle calls none of them. A step without
-tokens runs `no_forward`: the same without layers and without `wait_for_save`. Device
-thread. Knows no connector by name.
+tokens runs `no_forward`: the same without layers and without `wait_for_save`. Between the steps'
+hooks, while the device works: `advance_transfers`. Device thread. Knows no connector by name.
 """
 
 from __future__ import annotations
@@ -201,6 +201,18 @@ class KVHooks:
             invalid_block_ids=set(invalid) | self._failed_blocks,
         )
         return None if reports.is_empty() else reports
+
+    def advance_transfers(self) -> bool:
+        """While the device works: whether the connector would be called again soon.
+
+        Raises: `ConnectorError`.
+        """
+        if self._is_idle:
+            return False
+        answer = self._call("advance_transfers")
+        if isinstance(answer, bool):
+            return answer
+        raise self._broken("advance_transfers", answer, "True or False")
 
     def _are_block_ids(self, answer: object) -> bool:
         """Whether it is a set of ids that blocks of the pool have; the null block is nobody's."""

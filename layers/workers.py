@@ -157,6 +157,11 @@ class Workers:
         """What the workers' connectors report with this step. Raises: `ConnectorError`."""
         return self._as_one([hooks.collect(output) for hooks in self._hooks])
 
+    def advance_transfers(self) -> bool:
+        """While the device works: whether any worker has more to do. Raises: `ConnectorError`."""
+        more = [hooks.advance_transfers() for hooks in self._hooks]  # of each, whatever others say
+        return any(more)
+
     def no_forward(self, output: SchedulerOutput) -> KVConnectorOutput | None:
         """A step without tokens. Raises: `ConnectorError`."""
         return self._as_one([hooks.no_forward(output) for hooks in self._hooks])

@@ -5,7 +5,8 @@
     ... each layer, before it writes its KV:  pipeline.wait(layer)
     ... or in a graph, captured with pipeline.layer_gates, if are_armed(step_id)
     save = pipeline.submit_save(runs, after=pipeline.record_compute())
-    ... now and then:  pipeline.poll()
+    ... once a step:  pipeline.poll()
+    ... and while the device computes, if that can be:  pipeline.advance()
 
 Three lanes. On "load" a step's own loads go layer by layer over all of its requests, a gate for
 each group of layers. On "bulk" and "store" whole records go beside the steps, in slices, so that
@@ -34,7 +35,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 from interlace.connectors.pipeline.layer_groups import LayerGroups
 from interlace.connectors.pipeline.worker_backward import BackwardTransfer
 from interlace.connectors.pipeline.worker_deadlines import PatientFeeder
-from interlace.connectors.pipeline.worker_feeder import Copies, FedTransfer
+from interlace.connectors.pipeline.worker_feeder import Copies, FedTransfer, Visit
 from interlace.connectors.pipeline.worker_joint_save import SavePart, joint_saves
 from interlace.connectors.pipeline.worker_loads import PipelinedLoad
 from interlace.connectors.pipeline.worker_times import (
@@ -60,6 +61,7 @@ __all__ = [
     "PipelinedLoad",
     "SaveTransfer",
     "TransferStats",
+    "Visit",
 ]
 
 DEFAULT_GROUP_SIZE = 2
@@ -85,7 +87,7 @@ class LaneCopies(NamedTuple):
     def over(cls, records: torch.Tensor, layers: Sequence[torch.Tensor]) -> LaneCopies:
         """Between these records and pages: see `PageCopies`. Raises: `ConnectorError`."""
         beside = PageCopies.beside_compute(records, layers)
-        return cls(PageCopies(records, layers), beside, beside)
+        return cls(PageCopies.within_steps(records, layers), beside, beside)
 
 
 class LayerPipeline:
@@ -138,6 +140,8 @@ class LayerPipeline:
                 ("store", copies.store, copies.store.save_layers),
             )
         )
+        self.is_advanced = False
+        """Whether somebody calls `advance`: then little has to be queued ahead."""
         self._load: PipelinedLoad | None = None  # the newest one
         self._step_id = 0  # that it is of
         self._groups_ahead = 0  # of the one for which the step waits, so many are submitted
@@ -325,14 +329,14 @@ class LayerPipeline:
             watch=self.watch,
         )
         self._bulk.append(load)
-        self.poll(is_brief=True)
+        self.poll(Visit.BEFORE_FORWARD)
         return load
 
     def set_share(self, load: BackwardTransfer, share: int) -> None:
         """Load that many blocks from the back in all, or as many as are under way."""
         load.set_share(share)
         self._bulk.append(load)
-        self.poll(is_brief=True)
+        self.poll(Visit.BEFORE_FORWARD)
 
     def submit_save(self, runs: Sequence[Run], after: Gate | None = None) -> FedTransfer:
         """Save these beside the steps, when `after`, a gate of `record_compute`, has opened.
@@ -376,17 +380,32 @@ class LayerPipeline:
         if self._compute is not None and transfer.last_gate is not None:
             self._compute.wait(transfer.last_gate)
 
-    def poll(self, *, is_idle: bool = False, is_brief: bool = False) -> None:
+    def poll(self, visit: Visit = Visit.BEHIND_FORWARD) -> None:
         """Move on what goes on beside the steps. Never waits.
 
-        `is_idle`: nothing computes. Whoever polls may do so seldom then, so the window is no bound.
-        `is_brief`: a forward is to be launched, so it shall not take many milliseconds.
+        Once somebody has called `advance`, nothing is fed behind a forward by this.
         """
-        if self._bulk.is_idle and self._store.is_idle:
+        if self._is_quiet:
             return
-        may_feed = self._load is None or self._load.is_done
+        self._poll(visit, may_feed=visit is not Visit.BEHIND_FORWARD or not self.is_advanced)
+
+    def advance(self) -> bool:
+        """Move it on a little, while the device computes and this thread waits for it; whether
+        there is more to do. Never waits."""
+        self.is_advanced = True
+        if not self._is_quiet:
+            self._poll(Visit.WAITING, may_feed=True)
+        return not self._is_quiet
+
+    @property
+    def _is_quiet(self) -> bool:
+        """Whether nothing goes on beside the steps."""
+        return self._bulk.is_idle and self._store.is_idle
+
+    def _poll(self, visit: Visit, *, may_feed: bool) -> None:
+        may_feed &= self._load is None or self._load.is_done
         for feeder in (self._bulk, self._store):
-            feeder.poll(may_feed=may_feed, is_idle=is_idle, is_brief=is_brief)
+            feeder.poll(may_feed=may_feed, visit=visit)
 
     def close(self, timeout_s: float = DEFAULT_DEADLINE_S) -> bool:
         """Give up what has not begun, and end the lanes; False if one took longer than that.

@@ -19,8 +19,11 @@ ComputeTime: TypeAlias = Callable[[int, int], float | None]
 LoadTime: TypeAlias = Callable[[int], float | None]
 """Number of blocks -> seconds to load them; None if it is not known."""
 
-LONGEST_STEP_S = 0.040
-"""Of the steps that compute a front. Shorter ones would cost the device more than they bring."""
+LONGEST_STEP_S = 0.080
+"""Of the steps that compute a front, where nobody else runs. Between two of them the split may
+move; shorter ones would cost the device more than that brings."""
+SHORTEST_STEP_S = 0.010
+"""None is cut into shorter ones, however short others want to wait."""
 _ROUND_TOKENS = 256
 """Engines pad a step to sizes for which they have graphs, and these are such."""
 _MOST_ADDED = 0.1
@@ -63,18 +66,26 @@ def balance(
     return min(candidates, key=lambda block: max(compute_s(block), load_s(block)))
 
 
-def stop_of_step(first: int, end: int, block_size: int, compute_s: ComputeTime) -> int:
-    """Up to where of tokens [first, end) one step should compute, for steps of about
-    `LONGEST_STEP_S`, or longer ones where steps cost much however short they are; of round numbers
-    of tokens but for the last one. `end` if times are not known. Whole blocks, as `end`.
+def stop_of_step(
+    first: int,
+    end: int,
+    block_size: int,
+    compute_s: ComputeTime,
+    *,
+    longest_s: float = LONGEST_STEP_S,
+) -> int:
+    """Up to where of tokens [first, end) one step should compute, for steps of about `longest_s`,
+    or longer ones where steps cost much however short they are; of round numbers of tokens but for
+    the last one. `end` if times are not known. Whole blocks, as `end`.
     """
+    longest_s = max(longest_s, SHORTEST_STEP_S)
     whole_s = compute_s(first, end) if first < end else None
-    if whole_s is None or whole_s < 1.5 * LONGEST_STEP_S:
+    if whole_s is None or whole_s < 1.5 * longest_s:
         return end
     # What each step costs, however short it is: all further ones may cost a tenth of the whole.
     least_s = compute_s(first, min(first + block_size, end)) or 0.0
     most = 1 + int(_MOST_ADDED * whole_s / least_s) if least_s > 0 else 1
-    num_steps = min(round(whole_s / LONGEST_STEP_S), most)
+    num_steps = min(round(whole_s / longest_s), most)
     if num_steps == 1:
         return end
     part_s = least_s + (whole_s - least_s) / num_steps

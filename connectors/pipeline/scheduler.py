@@ -23,7 +23,13 @@ from interlace.connectors.pipeline.planner import SavePlanner, Tracked
 from interlace.connectors.pipeline.rates import Forecast, LoadRate, StepTimes, Way, choose_way
 from interlace.connectors.pipeline.sched_runs import record_runs
 from interlace.connectors.pipeline.sched_samples import TimedSteps
-from interlace.connectors.pipeline.sched_split import PlannedStep, Split, balance, stop_of_step
+from interlace.connectors.pipeline.sched_split import (
+    LONGEST_STEP_S,
+    PlannedStep,
+    Split,
+    balance,
+    stop_of_step,
+)
 from interlace.connectors.pipeline.sched_stats import Counter, PipelineStats
 from interlace.connectors.step_tables import computed_before, follow_blocks
 from interlace.engine.kv_connector import KVCacheBlocks, KVConnectorOutput
@@ -172,19 +178,24 @@ class PipelineScheduler:
         if split is not None:
             if not self._requests[request.request_id].is_loading:
                 return split.compute_end
-            return self._next_stop(request.num_computed_tokens, split.compute_end)
+            return self._next_stop(request, request.num_computed_tokens, split.compute_end)
         offer = self._offers.get(request.request_id)
         if offer is None or offer.way is not Way.HYBRID:
             return None
         self._offers[request.request_id] = offer._replace(runs_at_once=True)
-        return self._next_stop(offer.num_local, offer.floor * self._block_size)
+        return self._next_stop(request, offer.num_local, offer.floor * self._block_size)
 
-    def _next_stop(self, first: int, end: int) -> int:
+    def _next_stop(self, request: Request, first: int, end: int) -> int:
         """Up to where the next step should compute tokens [first, end) while a load goes on.
 
-        Between two steps the load is fed, and the split is looked at again: so none is very long.
+        Between two steps the split is looked at again, and others get their tokens: so none is very
+        long, and shorter where others run.
         """
-        return stop_of_step(first, end, self._block_size, self._computing_s)
+        has_others = self._num_running(besides=request) > 0
+        longest_s = (
+            min(self._settings.max_stall_s, LONGEST_STEP_S) if has_others else LONGEST_STEP_S
+        )
+        return stop_of_step(first, end, self._block_size, self._computing_s, longest_s=longest_s)
 
     def _end_of_stored(self, request: Request, first: int) -> int:
         """The first block from `first` on that is not stored, or holds the last token."""
@@ -241,9 +252,10 @@ class PipelineScheduler:
     def _loading_s(self, num_blocks: int) -> float | None:
         return self._load_rate.seconds(num_blocks * self._record_bytes)
 
-    def _num_running(self) -> int:
+    def _num_running(self, *, besides: Request | None = None) -> int:
         running = RequestStatus.RUNNING
-        return sum(one.request.status is running for one in self._requests.values())
+        requests = (one.request for one in self._requests.values())
+        return sum(one.status is running and one is not besides for one in requests)
 
     def _bytes_ahead(self) -> tuple[int, int]:
         """Bytes that go before a further load of the next step: (within the step, beside it)."""

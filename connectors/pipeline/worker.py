@@ -17,6 +17,7 @@ from interlace.connectors.pipeline.layer_pipeline import (
     LayerPipeline,
     PipelinedLoad,
     SaveTransfer,
+    Visit,
 )
 from interlace.connectors.pipeline.messages import (
     Load,
@@ -30,7 +31,6 @@ from interlace.connectors.pipeline.messages import (
 )
 from interlace.connectors.pipeline.options import PipelineOptions
 from interlace.connectors.pipeline.records import HostRecords
-from interlace.connectors.pipeline.sched_split import LONGEST_STEP_S
 from interlace.connectors.pipeline.worker_samples import StepSampler
 from interlace.engine.errors import ConnectorError
 from interlace.engine.ports import Lanes, LayerGates
@@ -46,8 +46,11 @@ _QUEUED_S = 0.004
 and what a load within a step has to wait for at most."""
 _STEPS_AHEAD = 1.5
 """Of loading from the back is under way at a time: who feeds it comes by once a step."""
-_HURRIED_S = _STEPS_AHEAD * LONGEST_STEP_S
+_HURRIED_S = 0.060
 """At least."""
+_LAUNCH_S = 0.030
+"""Of that, where it is fed while the device computes: as long as a long step's launch takes a slow
+host, which feeds nothing meanwhile."""
 
 
 class PipelineWorker:
@@ -152,6 +155,8 @@ class PipelineWorker:
     def _hurried_bytes(self, step_s: float = 0.0) -> int:
         """Of a load from the back that are to be queued beside a step which takes so long."""
         queued_s = max(_HURRIED_S, _STEPS_AHEAD * step_s)
+        if self._open.pipeline.is_advanced:
+            queued_s = _LAUNCH_S
         return max(self._window_bytes, int(self._load_rate * queued_s))
 
     @property
@@ -206,7 +211,8 @@ class PipelineWorker:
             transfer.window_bytes = self._hurried_bytes(metadata.expected_s)
         if hurried or not (metadata.num_tokens and opened.pipeline.is_on_streams):
             # Else the forward goes first: `get_finished` polls behind it.
-            opened.pipeline.poll(is_brief=metadata.num_tokens > 0)
+            is_before = metadata.num_tokens > 0
+            opened.pipeline.poll(Visit.BEFORE_FORWARD if is_before else Visit.BEHIND_FORWARD)
         if within or metadata.timed_context_tokens is None:
             opened.sampler.forget()
         else:
@@ -263,6 +269,10 @@ class PipelineWorker:
             transfer.name = f"save {save.save_id}"
             self._saves[save.save_id] = transfer
 
+    def advance(self) -> bool:
+        """While this thread waits for the device: feed a little; whether there is more to do."""
+        return self._opened is not None and self._opened.pipeline.advance()
+
     # ---------------------------------------------------------------- reports
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
@@ -294,7 +304,7 @@ class PipelineWorker:
         opened = self._open
         self._send_saves()
         opened.sampler.forget()  # a step without forward
-        opened.pipeline.poll(is_idle=not self._has_forward)
+        opened.pipeline.poll(Visit.BEHIND_FORWARD if self._has_forward else Visit.IDLE)
         if self._has_nothing_open:
             steps = opened.sampler.take()
             return PipelineReport(steps=steps) if steps else None

@@ -11,6 +11,7 @@ from interlace.connectors.pipeline.worker_feeder import (
     CopyLayers,
     FedTransfer,
     Feeder,
+    Visit,
 )
 from interlace.connectors.pipeline.worker_times import Stopwatch
 from interlace.engine.errors import ConnectorError
@@ -49,10 +50,10 @@ class PatientFeeder(Feeder):
             window_bytes=window_bytes,
             watch=watch,
             is_stream=is_stream,
+            clock=clock,
         )
         self._make_lane = make_lane
         self._deadline_s = deadline_s
-        self._clock = clock
         self._oldest: Gate | None = None
         self._since = 0.0  # it is the oldest one
         self._is_overdue = False
@@ -63,11 +64,11 @@ class PatientFeeder(Feeder):
         """See `Feeder`."""
         return super().is_idle and not self._stuck
 
-    def poll(self, *, may_feed: bool, is_idle: bool = False, is_brief: bool = False) -> None:
+    def poll(self, *, may_feed: bool, visit: Visit = Visit.BEHIND_FORWARD) -> None:
         """See `Feeder`; and see whether the lane hangs."""
         if self._stuck:
             self._stuck = [one for one in self._stuck if not _note_if_ended(*one)]
-        super().poll(may_feed=may_feed, is_idle=is_idle, is_brief=is_brief)
+        super().poll(may_feed=may_feed, visit=visit)
         if self._stands_still():
             self._give_up_on_lane()
 

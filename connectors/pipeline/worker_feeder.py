@@ -6,7 +6,10 @@ more than a window of bytes is queued at a time, and nothing more while others a
 
 from __future__ import annotations
 
+import enum
+import math
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from typing import NamedTuple, Protocol, TypeAlias
@@ -30,8 +33,11 @@ _MOST_WORKS = 256
 MOST_CALLS = 192
 """Of the driver, for what is on a stream at a time: where runs are short a window of bytes would
 keep the host from its steps for milliseconds. A call takes 4 to 10 us."""
-MOST_BRIEF_CALLS = 1024
-"""The same where somebody computes meanwhile, before the forward. Behind it the host has time."""
+MOST_QUEUED_CALLS = 768
+"""The same where they do not come at once, or somebody computes towards the load. A stream that has
+been given a thousand lets the host wait."""
+VISIT_S = 0.0003
+"""For so long slices are fed while somebody waits for a step: who does learns of its end later."""
 _CALLS_OF_BLOCK = 1 / BATCHED_RUN_BLOCKS
 """What a block of a batch costs the host, in calls."""
 
@@ -94,6 +100,19 @@ class Slice(NamedTuple):
                 return num_layers * self.runs.num_blocks * _CALLS_OF_BLOCK
             case CopyWay.GATHER:
                 return 1
+
+
+class Visit(enum.Enum):
+    """When the device thread comes by, and so how much it should feed."""
+
+    IDLE = enum.auto()
+    """Nothing computes, so nobody may come by for a while: all is fed that the lane takes."""
+    BEFORE_FORWARD = enum.auto()
+    """A forward is to be launched, and shall not wait for many milliseconds."""
+    BEHIND_FORWARD = enum.auto()
+    """The device computes, so the host has time; the next visit may be one step later."""
+    WAITING = enum.auto()
+    """It waits for the device, and comes by again soon: feed for `VISIT_S`, one slice at least."""
 
 
 class FedTransfer:
@@ -211,6 +230,13 @@ class FedTransfer:
                 self._meter.end()
 
 
+def _most_calls(transfer: FedTransfer, visit: Visit) -> float:
+    """Of the driver, that may be on a stream."""
+    if transfer.is_hurried and visit is Visit.BEHIND_FORWARD:
+        return math.inf  # the host has time, and may not come by soon
+    return MOST_QUEUED_CALLS if transfer.is_hurried or visit is Visit.WAITING else MOST_CALLS
+
+
 def given_up() -> ConnectorError:
     """The error of what was given up for whom its blocks are handed on to."""
     return ConnectorError(
@@ -233,9 +259,12 @@ class Feeder:
         window_bytes: int,
         watch: Stopwatch,
         is_stream: bool = False,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """`clock` gives seconds."""
         self.lane = lane
         self._is_stream = is_stream
+        self._clock = clock
         self.copies = copies
         self._copy_layers = copy_layers
         self.window_bytes = window_bytes
@@ -271,12 +300,9 @@ class Feeder:
         """Whether nothing waits and nothing is on the lane."""
         return not self._waiting and not self._fed
 
-    def poll(self, *, may_feed: bool, is_idle: bool = False, is_brief: bool = False) -> None:
-        """Take note of what has ended; feed more, if that is allowed, up to the window.
-
-        `is_idle`: nothing computes, so nobody may come by for a while: what waits is fed at once.
-        `is_brief`: a forward is to be launched.
-        """
+    def poll(self, *, may_feed: bool, visit: Visit = Visit.BEHIND_FORWARD) -> None:
+        """Take note of what has ended; feed more, if that is allowed, as much as the visit asks."""
+        begun_s = self._clock()
         while self._fed and self._fed[0][1].query():
             transfer, gate, one = self._fed.popleft()
             self._fed_bytes -= one.num_bytes
@@ -288,23 +314,21 @@ class Feeder:
             following = transfer.next_slice
             if following is None:
                 self._waiting.popleft()
-            elif not may_feed or not (
-                self._has_room(transfer, following, is_idle=is_idle, is_brief=is_brief)
-            ):
+            elif not may_feed or not self._has_room(transfer, following, visit):
                 break
             else:
                 self._feed(transfer, following)
+                if visit is Visit.WAITING and self._clock() - begun_s >= VISIT_S:
+                    break
 
-    def _has_room(
-        self, transfer: FedTransfer, one: Slice, *, is_idle: bool, is_brief: bool
-    ) -> bool:
+    def _has_room(self, transfer: FedTransfer, one: Slice, visit: Visit) -> bool:
         """Whether the window, and the lane, take one more. One slice always fits."""
         window_bytes = max(self.window_bytes, transfer.window_bytes)
         fits = self._fed_bytes + one.num_bytes <= window_bytes
-        if self._is_stream and (is_brief or not transfer.is_hurried):
-            most = MOST_BRIEF_CALLS if transfer.is_hurried else MOST_CALLS
-            fits &= self._fed_calls + one.num_calls <= most
-        return not self._fed or ((is_idle or fits) and len(self._fed) < _MOST_WORKS)
+        if self._is_stream:
+            fits &= self._fed_calls + one.num_calls <= _most_calls(transfer, visit)
+        fits |= visit is Visit.IDLE
+        return not self._fed or (fits and len(self._fed) < _MOST_WORKS)
 
     def _feed(self, transfer: FedTransfer, one: Slice) -> None:
         if transfer.after is not None:

@@ -8,8 +8,9 @@ thread. Knows no connector by name.
 from __future__ import annotations
 
 import functools
+import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
@@ -26,7 +27,13 @@ from interlace.layers.gpu.graphs import LOWER_WHAT, Captured, GraphPool, GraphSi
 from interlace.layers.gpu.inputs import BatchItem, InputBuffer, StepInputs, StepSize
 from interlace.layers.gpu.long_chunks import LongChunks
 from interlace.layers.gpu.room import StepRoom
-from interlace.layers.gpu.sampling import NoTokens, PendingTokens, WantedToken
+from interlace.layers.gpu.sampling import (
+    EndedStep,
+    NoTokens,
+    PendingTokens,
+    StepEnd,
+    WantedToken,
+)
 from interlace.layers.gpu.steps import Step, metadata
 from interlace.layers.gpu.tables import BlockTables
 from interlace.layers.gpu.uploads import Uploads
@@ -37,6 +44,9 @@ from interlace.layers.lazily import Lazily
 from interlace.layers.request_sampling import sample_requests
 from interlace.layers.runner_state import RunnerRequest, RunnerState
 from interlace.layers.workers import Workers
+
+ADVANCE_PAUSE_S = 0.0002
+"""Between two looks at what goes on beside the steps: the event loop needs the interpreter."""
 
 
 class GpuRunner:
@@ -53,12 +63,15 @@ class GpuRunner:
         max_num_batched_tokens: int,
         num_sms: int,
         hidden_state_layer_ids: Sequence[int] = (),
+        sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         """Registers the pages with the connector, if there is one. Raises: `ConnectorError`.
 
         `num_sms`: multiprocessors of the device. `hidden_state_layer_ids`: as for `ModelRunner`;
-        then no graph may be captured.
+        then no graph may be captured. `sleep`, for so many seconds, is between two looks at a
+        step that a connector's transfers go on beside.
         """
+        self._sleep = sleep
         self.state = RunnerState()
         self._decoder = decoder
         self._eos_token_ids = frozenset(eos_token_ids)
@@ -170,12 +183,23 @@ class GpuRunner:
             output = workers.with_reports(ModelRunnerOutput(), reports)
             return lambda: output
         workers.copy_blocks(scheduler_output.block_copies)
-        result = Lazily(self._sample(*self._compute(scheduler_output)))
+        end = self._sample(*self._compute(scheduler_output))
+        result = Lazily(end.result)
         self._pending.append(result)  # keeps what tokens are written to, whatever comes next
         # Behind the sampled tokens' way to the host, which must not queue behind what is saved.
         workers.post_forward()
         reports = workers.collect(scheduler_output)
-        return lambda: workers.with_reports(result(), reports)
+
+        def finish() -> ModelRunnerOutput:
+            self._advance_transfers(end)
+            return workers.with_reports(result(), reports)
+
+        return finish
+
+    def _advance_transfers(self, end: StepEnd) -> None:
+        """Until a step has ended, or nothing is under way beside the steps. Once at least."""
+        while self._workers.advance_transfers() and not end.has_come:
+            self._sleep(ADVANCE_PAUSE_S)
 
     def _follow(self, output: SchedulerOutput) -> list[RunnerRequest]:
         """Follow the message: the step's requests, in batch order."""
@@ -287,10 +311,10 @@ class GpuRunner:
             tables.add(added.places, added.block_ids)
         return inputs
 
-    def _sample(self, answer: Answer | None, wanted: Sequence[WantedToken]) -> PendingStep:
+    def _sample(self, answer: Answer | None, wanted: Sequence[WantedToken]) -> StepEnd:
         """Queue the sampling, or do it where the batched sampler will not do."""
         if not wanted:
-            return NoTokens(self._decoder.device).result
+            return NoTokens(self._decoder.device)
         assert answer is not None, "somebody wants a token"
         draws = []
         for request, place, end in wanted:
@@ -302,7 +326,7 @@ class GpuRunner:
                 draws.append((draw, self._tables.row(request.req_id)))
         if draws:
             self._draw(answer, [draw for draw, _ in draws], [row for _, row in draws])
-        return PendingTokens(answer.sampled, wanted).result
+        return PendingTokens(answer.sampled, wanted)
 
     def _draw(self, answer: Answer, draws: Sequence[Draw], rows: Sequence[int]) -> None:
         """Queue: random rows get other tokens than the likeliest ones."""
@@ -312,7 +336,7 @@ class GpuRunner:
         answer.sampled[0].index_copy_(0, places, token_ids.to(torch.int32))
         self._tables.note_sampled(upload(rows, torch.int64, device), token_ids)
 
-    def _sample_plainly(self, answer: Answer, wanted: Sequence[WantedToken]) -> PendingStep:
+    def _sample_plainly(self, answer: Answer, wanted: Sequence[WantedToken]) -> StepEnd:
         """By the plain sampler, for which the step waits."""
         for older in self._pending:
             older()  # what it sampled is part of the rows' past
@@ -326,7 +350,7 @@ class GpuRunner:
         self._tables.note_sampled(
             upload(rows, torch.int64, device), upload(newest, torch.int64, device)
         )
-        return lambda: output
+        return EndedStep(output)
 
     def close(self) -> None:
         """Let the connectors end; drop pages, graphs and requests."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -40,6 +40,37 @@ class Mark:
         if self._event is not None:
             self._event.synchronize()
 
+    @property
+    def has_passed(self) -> bool:
+        """Never waits."""
+        return self._event is None or bool(self._event.query())  # type: ignore[no-untyped-call]
+
+
+class StepEnd(Protocol):
+    """The end of a step that was launched."""
+
+    @property
+    def has_come(self) -> bool:
+        """Whether `result` would not wait."""
+        ...
+
+    def result(self) -> ModelRunnerOutput:
+        """Wait for it. Called once."""
+        ...
+
+
+class EndedStep:
+    """A step that was waited for already."""
+
+    has_come = True
+
+    def __init__(self, output: ModelRunnerOutput) -> None:
+        self._output = output
+
+    def result(self) -> ModelRunnerOutput:
+        """See `StepEnd`."""
+        return self._output
+
 
 class NoTokens:
     """The end of a step that samples nothing. It is waited for too: else any number of steps of a
@@ -48,6 +79,11 @@ class NoTokens:
     def __init__(self, device: torch.device) -> None:
         """Of what is queued by now."""
         self._end = Mark(device)
+
+    @property
+    def has_come(self) -> bool:
+        """See `StepEnd`."""
+        return self._end.has_passed
 
     def result(self) -> ModelRunnerOutput:
         """Wait for it."""
@@ -68,6 +104,11 @@ class PendingTokens:
         else:
             self._sampled = sampled.clone()
         self._arrived = Mark(sampled.device)
+
+    @property
+    def has_come(self) -> bool:
+        """See `StepEnd`."""
+        return self._arrived.has_passed
 
     def result(self) -> ModelRunnerOutput:
         """Wait for them; each request that still expects its token gets it."""

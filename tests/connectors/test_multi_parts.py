@@ -90,6 +90,24 @@ def test_gates_of_all_children_are_waited_for_and_have_to_be_armed(
     assert [both.are_armed(step) for step in (3, 4, 5)] == [False, True, False]
 
 
+@pytest.mark.parametrize("more", [(), (0,), (1,), (0, 1)])
+def test_all_children_may_move_their_transfers_on(
+    more: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, worker = sides_of(talker(), talker())
+    asked: list[int] = []
+
+    def advance(index: int) -> bool:
+        asked.append(index)
+        return index in more
+
+    for child in worker._children:
+        own = functools.partial(advance, child.index)
+        monkeypatch.setattr(child.connector, "advance_transfers", own)
+    assert worker.advance_transfers() is bool(more)
+    assert asked == [0, 1]
+
+
 def test_what_is_registered_reaches_all_children() -> None:
     scheduler, worker = sides_of(talker(), talker())
     pages = {"layer": object()}

@@ -79,6 +79,27 @@ def test_the_two_meet(end: int, delay: int, budget: int, depth: int) -> None:
     assert (stats.num_external_cached_tokens, stats.num_stray_reports) == (32 - end, 0)
 
 
+def test_behind_the_front_news_are_asked_for_if_the_device_works_by_itself() -> None:
+    """Once, and not before there is nothing else to plan."""
+    engine = world(16, load_delay=4, depth=3, max_num_batched_tokens=8)
+    engine.stepper.add(prompt_of(36), max_tokens=3)
+    scheduler = engine.stepper.scheduler
+
+    def plan(**how: bool) -> int | None:
+        output = scheduler.schedule(**how)
+        if output is None:
+            return None
+        engine.stepper.inflight.append(output)
+        return output.total_num_scheduled_tokens
+
+    assert [plan(poll=True, may_poll_behind=True) for _ in range(3)] == [8, 8, None]
+    engine.stepper.apply()
+    assert [plan(poll=True), plan(may_poll_behind=True)] == [None, None]
+    assert [plan(poll=True, may_poll_behind=True) for _ in range(2)] == [0, None]
+    engine.stepper.run()
+    engine.stepper.assert_idle()
+
+
 @both_depths
 @pytest.mark.parametrize("num_tokens", [30, 33, 35, 36])
 def test_a_promise_that_ends_in_a_block_or_with_the_prompt(num_tokens: int, depth: int) -> None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from engine_kit import PATIENCE_S, GatedRunner, build_engine, greedy
+from connected import prompt_of, scripted_sides, warm
+from engine_kit import BLOCK_SIZE, PATIENCE_S, GatedRunner, build_engine, greedy
 from paged_oracle import answer
 
+from interlace.connectors.conformance import Async, Rule, Script
 from interlace.engine.errors import EngineDeadError
 from interlace.engine.outputs import ModelRunnerOutput
-from interlace.engine.ports import PendingStep
+from interlace.engine.ports import PendingStep, WorkerConnector
 from interlace.engine.scheduler import Scheduler
 from interlace.engine.scheduler_output import SchedulerOutput
 
@@ -22,8 +24,8 @@ class AheadRunner(GatedRunner):
 
     works_ahead = True
 
-    def __init__(self) -> None:
-        super().__init__(is_open=True)
+    def __init__(self, connector: WorkerConnector | None = None) -> None:
+        super().__init__(is_open=True, connector=connector)
         self.calls: list[tuple[str, int]] = []
         self.failing: tuple[str, int] | None = None
 
@@ -80,8 +82,8 @@ async def test_tokens_go_out_before_the_next_step_is_planned_if_the_device_has_a
     order: list[str] = []
     schedule = Scheduler.schedule
 
-    def noted(scheduler: Scheduler, *, poll: bool = False) -> SchedulerOutput | None:
-        plan = schedule(scheduler, poll=poll)
+    def noted(scheduler: Scheduler, **how: bool) -> SchedulerOutput | None:
+        plan = schedule(scheduler, **how)
         if plan is not None:
             order.append("plan")
         return plan
@@ -94,3 +96,25 @@ async def test_tokens_go_out_before_the_next_step_is_planned_if_the_device_has_a
     # depth 2 it was planned with the first, and the third one comes after it.
     num_planned = [order[:i].count("plan") for i, what in enumerate(order) if what == "token"]
     assert num_planned == [2, 3, 4, 5, 6, 6]
+
+
+async def test_news_are_asked_for_behind_the_last_step_and_when_that_has_ended() -> None:
+    """A prompt whose front is computed while its back is loaded: nothing can be planned behind the
+    front, and the load's end is what everybody waits for."""
+    script = Script()
+    warm(script, prompt_of(40), block_size=BLOCK_SIZE)
+    load = Rule(answers=(Async(32),), compute_ends=(16,), load_delay=3, save=False)
+    script.default = load
+    scheduler_side, worker_side = scripted_sides(script, block_size=BLOCK_SIZE)
+    runner = AheadRunner(worker_side)
+    engine = build_engine(runner, depth=2, connector=scheduler_side, max_num_batched_tokens=16)
+    async with asyncio.timeout(PATIENCE_S), engine:
+        done = await engine.complete(prompt_of(36), greedy(3))
+    assert list(done.token_ids) == answer(prompt_of(36), 3)
+    computing = {one.step_id: one.total_num_scheduled_tokens > 0 for one in runner.executed}
+    front = next(step for step, computes in computing.items() if computes)
+    assert not computing[front + 1]
+    asked = runner.calls.index(("launch", front + 1))
+    assert runner.calls[asked - 1] == ("wait", front)
+    launched = [step for what, step in runner.calls if what == "launch"]
+    assert launched == [step for what, step in runner.calls if what == "wait"]

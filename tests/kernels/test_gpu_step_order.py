@@ -11,6 +11,7 @@ from tiny_model import plain_answer, tiny_model
 
 from interlace.engine.errors import ConnectorError
 from interlace.engine.kv_connector import KVConnectorMetadata
+from interlace.engine.outputs import ModelRunnerOutput
 from interlace.engine.sampling_params import SamplingParams
 from interlace.engine.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
 from interlace.layers.forward_context import ForwardContext, TritonAttentionMetadata
@@ -27,6 +28,7 @@ pytestmark = pytest.mark.skipif(not INTERPRETED, reason="set TRITON_INTERPRET=1 
 BLOCK = 4
 MODEL = tiny_model(dtype=torch.float32)
 TOKENS = (5, 9, 2, 7, 1, 1, 8, 3, 4)
+BEHIND = ["wait_for_save", "advance_transfers"]
 HOOKS = ["wait_for_layer_load", "save_kv_layer"] * MODEL.architecture.num_layers
 
 
@@ -59,6 +61,8 @@ class Watched:
         self.log = log
         self.gates = gates
         self.on_start: Callable[[ForwardContext], None] = lambda context: None
+        self.advances: list[object] = []
+        """What `advance_transfers` answers, before it has nothing more to do."""
 
     def get_layer_gates(self) -> Gates | None:
         return self.gates
@@ -75,6 +79,10 @@ class Watched:
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         return set()
+
+    def advance_transfers(self) -> Any:
+        self.log.append("advance_transfers")
+        return self.advances.pop(0) if self.advances else False
 
     def __getattr__(self, hook: str) -> Any:
         def call(*_: Any) -> None:
@@ -103,7 +111,7 @@ class Kit:
         connector: Any = self.connector
         self.runner = GpuRunner(
             MODEL.decoder, pages, (), [connector],
-            max_num_seqs=2, max_num_batched_tokens=16, num_sms=4,
+            max_num_seqs=2, max_num_batched_tokens=16, num_sms=4, sleep=self._sleep,
         )  # fmt: skip
         for owner, name in (
             (pages, "zero_blocks"),
@@ -113,6 +121,10 @@ class Kit:
         ):
             monkeypatch.setattr(owner, name, self._noted(name, getattr(owner, name)))
         self.log.clear()
+
+    def _sleep(self, seconds: float) -> None:
+        assert 0 < seconds < 0.001
+        self.log.append("sleep")
 
     def _noted(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         def noted(*args: Any) -> Any:
@@ -151,7 +163,7 @@ def test_a_load_begins_behind_what_may_write_to_its_blocks_and_before_all_else(k
     kit.step(**LOADS)
     assert kit.log == [
         "handle_preemptions", "zero_blocks", "copy_blocks", "start_load_kv", "update", "upload",
-        *HOOKS, "wait_for_save",
+        *HOOKS, "wait_for_save", "advance_transfers",
     ]  # fmt: skip
 
 
@@ -242,4 +254,50 @@ def test_between_the_copies_and_a_full_graph_nothing_runs_for_each_layer(
     kit.connector.on_start = arm
     kit.step(**LOADS)
     forward = ["gated replay"] if armed_for == 1 else HOOKS
-    assert kit.log[3:] == ["start_load_kv", "update", "upload", *forward, "wait_for_save"]
+    assert kit.log[3:] == ["start_load_kv", "update", "upload", *forward, *BEHIND]
+
+
+class End:
+    """Of a step, which comes when it has been asked for that so many times."""
+
+    def __init__(self, num_looks: int) -> None:
+        self.num_left = num_looks
+
+    @property
+    def has_come(self) -> bool:
+        self.num_left -= 1
+        return self.num_left < 0
+
+    def result(self) -> ModelRunnerOutput:
+        return ModelRunnerOutput()
+
+
+@pytest.mark.parametrize(
+    ("advances", "num_looks", "expected"),
+    [
+        ([], 9, ["advance_transfers"]),
+        ([True, True], 9, ["advance_transfers", "sleep"] * 2 + ["advance_transfers"]),
+        ([True] * 9, 0, ["advance_transfers"]),
+        ([True] * 9, 1, ["advance_transfers", "sleep", "advance_transfers"]),
+    ],
+)
+def test_transfers_go_on_until_the_step_has_ended_or_they_have(
+    advances: list[object], num_looks: int, expected: list[str], kit: Kit
+) -> None:
+    kit.connector.advances = advances
+    kit.runner._advance_transfers(End(num_looks))
+    assert kit.log == expected
+
+
+def test_a_connector_that_does_not_say_whether_there_is_more_is_named(kit: Kit) -> None:
+    kit.connector.advances = [None]
+    with pytest.raises(ConnectorError, match=r"advance_transfers answered None.*True or False"):
+        kit.step()
+
+
+def test_an_idle_connector_is_not_asked_to_move_anything_on(
+    kit: Kit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Metadata, "is_idle", True)
+    kit.step()
+    assert kit.log == ["copy_blocks", "update", "upload"]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 
 import torch
 from hooked_copies import HookedCopies
@@ -27,6 +28,7 @@ class LanesKit:
         group_size: int = 2,
         window_bytes: int = 1 << 20,
         deadline_s: float = PATIENCE_S,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         random = torch.Generator().manual_seed(0)
         shape = (NUM_LAYERS, PAGE_BYTES)
@@ -47,6 +49,7 @@ class LanesKit:
             window_bytes=window_bytes,
             deadline_s=deadline_s,
             watch=ClockStopwatch(lambda: 0.0),
+            clock=clock,
         )
         self.was_records = self.records.clone()
         self.was_layers = [layer.clone() for layer in self.layers]

@@ -24,7 +24,7 @@ from interlace.connectors.pipeline.messages import (
 from interlace.connectors.pipeline.options import LoadMode
 from interlace.connectors.pipeline.rates import SAMPLES_OF_A_SIZE, LoadRate
 from interlace.connectors.pipeline.worker import PipelineWorker
-from interlace.connectors.pipeline.worker_feeder import Copies
+from interlace.connectors.pipeline.worker_feeder import Copies, Visit
 from interlace.connectors.pipeline_connector import PipelineConnector
 from interlace.engine.config import EngineConfig, KVTransferConfig, ModelConfig
 from interlace.engine.kv_connector import (
@@ -66,8 +66,8 @@ class PacedWorker(PipelineConnector):
         vars(feeder)["_copy_layers"] = feeder.copies.load_layers
         poll = feeder.poll
 
-        def poll_unless_stuck(*, may_feed: bool, **how: bool) -> None:
-            poll(may_feed=may_feed and not self.is_stuck, **how)
+        def poll_unless_stuck(*, may_feed: bool, visit: Visit) -> None:
+            poll(may_feed=may_feed and not self.is_stuck, visit=visit)
 
         vars(feeder)["poll"] = poll_unless_stuck
 
@@ -237,6 +237,26 @@ def test_a_load_that_has_ended_takes_over_nothing_more(
     both.worker.token_s = 1.0
     both.run(request)
     assert (request.num_external_cached_tokens == 0) is fails
+
+
+# -------------------------------------------------------------------- the steps of a front
+
+
+@pytest.mark.parametrize(("has_others", "first_step"), [(False, 356), (True, 256)])
+def test_a_front_is_computed_in_shorter_steps_where_others_run(
+    first_step: int, *, has_others: bool
+) -> None:
+    """A token takes 0.3 ms, and so the whole front 107; others are to wait for 20 at a time."""
+    both = make_both(max_num_batched_tokens=512, token_s=0.0003, bytes_per_s=1e3)
+    both.save(prompt_of(92))
+    requests = [both.stepper.add([3, 1, 4], max_tokens=40)] if has_others else []
+    if has_others:
+        both.stepper.step()
+    requests.append(both.stepper.add(prompt_of(92), max_tokens=3))
+    output = both.stepper.launch()
+    assert output is not None
+    assert output.num_scheduled_tokens[requests[-1].request_id] == first_step
+    both.run(*requests)
 
 
 # -------------------------------------------------------------------- preemptions

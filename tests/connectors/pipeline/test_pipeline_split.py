@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from interlace.connectors.pipeline.messages import Share, ShareReport
 from interlace.connectors.pipeline.sched_split import (
     LONGEST_STEP_S,
+    SHORTEST_STEP_S,
     PlannedStep,
     Split,
     balance,
@@ -250,10 +251,19 @@ def test_a_front_that_takes_long_is_computed_in_steps_that_take_about_equally_lo
     assert steps_of(1600, LONGEST_STEP_S / 1600) == [1600]
     assert steps_of(2304, LONGEST_STEP_S / 1600) == [2304], "not half as long again"
     assert steps_of(2400, LONGEST_STEP_S / 1600) == [1280, 1120]
-    rising = steps_of(4096, 1e-5, 1e-8)
+    rising = steps_of(4096, 1e-5, 2e-8)
     assert rising[:-1] == sorted(rising[:-1], reverse=True), "later tokens take longer"
     assert len(rising) > 1
     assert not any(tokens % 256 for tokens in rising[:-1])
+
+
+def test_steps_are_shorter_where_others_wait_but_never_very_short() -> None:
+    compute_s = lambda first, stop: 0.0001 * (stop - first)  # noqa: E731
+    stops = [
+        stop_of_step(0, 1024, 16, compute_s, longest_s=longest_s)
+        for longest_s in (0.08, 0.05, 0.02, SHORTEST_STEP_S, 0.0)
+    ]
+    assert stops == [1024, 512, 256, 256, 256]
 
 
 def test_one_step_if_times_are_not_known_or_blocks_take_longer() -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -17,7 +20,8 @@ from lanes_kit import (
 )
 
 from interlace.connectors.pipeline import worker_feeder
-from interlace.connectors.pipeline.layer_pipeline import PipelinedLoad
+from interlace.connectors.pipeline.layer_pipeline import PipelinedLoad, Visit
+from interlace.connectors.pipeline.worker_feeder import VISIT_S
 from interlace.connectors.pipeline.worker_times import ClockStopwatch
 from interlace.engine.errors import ConfigError, ConnectorError, LaneClosedError
 from interlace.layers.lanes import ThreadLanes
@@ -178,7 +182,7 @@ def test_bulk_loads_and_saves_that_fail_stop_and_say_why() -> None:
 @pytest.mark.parametrize(
     "wrong", [{"group_size": 0}, {"window_bytes": 0}, {"deadline_s": 0.0}], ids=str
 )
-def test_numbers_out_of_range_are_refused(wrong: dict[str, int]) -> None:
+def test_numbers_out_of_range_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="must be at least 1"):
         LanesKit(VirtualLanes(0), **wrong)
 
@@ -214,7 +218,7 @@ def test_no_more_calls_than_so_many_are_queued_unless_somebody_hurries(
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(worker_feeder, "MOST_CALLS", most)
-        patch.setattr(worker_feeder, "MOST_BRIEF_CALLS", most + 10)
+        patch.setattr(worker_feeder, "MOST_QUEUED_CALLS", most + 10)
         kit = LanesKit(VirtualLanes(seed), window_bytes=window * PAGE_BYTES)
         feeder = kit.pipeline._bulk
         feeder._is_stream = True  # elsewhere calls take no longer than what they copy
@@ -237,6 +241,40 @@ def test_no_more_calls_than_so_many_are_queued_unless_somebody_hurries(
         assert sum(one.num_calls for *_, one in feeder._fed) > most_calls or hurried.is_done
         kit.finish(hurried)
         assert feeder._fed_calls == 0
+
+
+def test_while_somebody_waits_slices_are_fed_for_a_moment_at_a_time() -> None:
+    """And behind a forward none, once it is known that somebody will."""
+    ticks = itertools.count()
+    lanes = VirtualLanes(0, "lazy", polls_per_work=1_000_000)
+    clock = lambda: 0.9 * VISIT_S * next(ticks)  # noqa: E731
+    kit = LanesKit(lanes, window_bytes=8 * PAGE_BYTES, clock=clock)
+    assert not kit.pipeline.advance()
+    load = kit.pipeline.submit_bulk([(0, 1, 8)])
+    save = kit.pipeline.submit_save([(12, 12, 8)])
+    fed = [(load.num_fed, save.num_fed)]
+    for _ in range(3):
+        assert kit.pipeline.advance()
+        fed.append((load.num_fed, save.num_fed))
+    assert fed == [(0, 0), (2, 2), (4, 4), (4, 4)], "up to the window"
+    while not (load.is_done and save.is_done):
+        for transfer in (load, save):
+            assert transfer.last_gate is not None
+            transfer.last_gate.wait(PATIENCE_S)
+        kit.pipeline.advance()
+    assert kit.is_saved([(0, 1, 8), (12, 12, 8)])
+    assert not kit.pipeline.advance()
+
+
+def test_before_a_forward_and_where_nothing_computes_it_is_fed_all_the_same() -> None:
+    kit = LanesKit(VirtualLanes(0, "lazy", polls_per_work=1_000_000), window_bytes=8 * PAGE_BYTES)
+    kit.pipeline.advance()
+    load = kit.pipeline.submit_bulk([(0, 1, 8)])
+    kit.pipeline.poll(Visit.BEFORE_FORWARD)
+    assert load.num_fed == 4
+    kit.pipeline.poll(Visit.IDLE)
+    assert load.num_fed == 20
+    kit.finish(load)
 
 
 def test_what_a_slice_costs_the_host() -> None:
