@@ -187,7 +187,8 @@ class StepLoop:
             self._outputs.process(self._scheduler.take_failed())
             if plan is None:
                 return
-            self._poll_due = False
+            # Behind a step that computes, if nothing else can be planned there.
+            self._poll_due = works_ahead and plan.total_num_scheduled_tokens > 0
             asks_only = not (plan.total_num_scheduled_tokens or plan.async_loading_req_ids)
             if asks_only:
                 self._await_oldest_step()  # for what there is when that has ended

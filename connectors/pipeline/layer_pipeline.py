@@ -68,9 +68,11 @@ DEFAULT_GROUP_SIZE = 2
 DEFAULT_WINDOW_BYTES = 32 << 20
 """Half a millisecond of a PCIe 5 link."""
 DEFAULT_DEADLINE_S = 30.0
+FIRST_BYTES = 80 << 20
+"""Of a load that is submitted by layer, before anything else of the step: 1.5 ms of the link, in
+which its inputs are made and its first layer is launched."""
 AHEAD_BYTES = 160 << 20
-"""Of a load that is submitted by layer: some 3 ms of the link, in which a step's inputs are made
-and its first layers launched."""
+"""Of it from then on, ahead of the layer that is launched."""
 
 
 SaveTransfer: TypeAlias = FedTransfer | SavePart
@@ -207,7 +209,7 @@ class LayerPipeline:
             self._lane.wait(self._compute.record())
         self._step_id = step_id
         self._groups_ahead = load.groups_within(AHEAD_BYTES) if by_layer else load.num_groups
-        self._submit_up_to(self._groups_ahead)
+        self._submit_up_to(load.groups_within(FIRST_BYTES) if by_layer else load.num_groups)
         return load
 
     def _submit_up_to(self, num_groups: int) -> None:
@@ -247,7 +249,8 @@ class LayerPipeline:
         load, group = self._load, self._groups.group_of[layer]
         if load is None or group in load.groups_passed:
             return
-        if len(load.gates) < min(load.num_groups, group + self._groups_ahead):
+        # The device has no work before the first layer is launched.
+        if group and len(load.gates) < min(load.num_groups, group + self._groups_ahead):
             self._submit_up_to(group + self._groups_ahead + 1)  # two at a time
         if group >= len(load.gates):
             return
@@ -391,19 +394,25 @@ class LayerPipeline:
 
     def advance(self) -> bool:
         """Move it on a little, while the device computes and this thread waits for it; whether
-        there is more to do. Never waits."""
+        there is more to feed, and the step does not wait for a load of its own. Never waits."""
         self.is_advanced = True
-        if not self._is_quiet:
-            self._poll(Visit.WAITING, may_feed=True)
-        return not self._is_quiet
+        if self._is_quiet or not self._may_feed:
+            return False
+        self._poll(Visit.WAITING, may_feed=True)
+        return self._bulk.has_more or self._store.has_more
 
     @property
     def _is_quiet(self) -> bool:
         """Whether nothing goes on beside the steps."""
         return self._bulk.is_idle and self._store.is_idle
 
+    @property
+    def _may_feed(self) -> bool:
+        """Whether no step waits for its own load."""
+        return self._load is None or self._load.is_done
+
     def _poll(self, visit: Visit, *, may_feed: bool) -> None:
-        may_feed &= self._load is None or self._load.is_done
+        may_feed = may_feed and self._may_feed
         for feeder in (self._bulk, self._store):
             feeder.poll(may_feed=may_feed, visit=visit)
 

@@ -42,6 +42,8 @@ _BESIDE_S = 0.004
 """What a load beside the steps costs its request besides: the host plans, launches and waits for
 more steps, of which the device's times know nothing. 4 to 5 ms on the machine of the README's
 tables, whose host is slow."""
+_BOTH_ENDS_S = 0.006
+"""The same of a load from the back: its front is launched piece by piece first."""
 _TINY = 1e-9
 _MARGIN = 1e-6
 
@@ -196,7 +198,7 @@ def choose_way(mode: LoadMode, forecast: Forecast, max_stall_s: float) -> Way:
         return Way.BULK if forecast.num_running else Way.LAYERWISE
     times = {Way.BULK: _BESIDE_S + (forecast.bulk_load_s or 0.0) + forecast.rest_s}
     if forecast.hybrid_s is not None:
-        times[Way.HYBRID] = _BESIDE_S + forecast.hybrid_s + forecast.rest_s
+        times[Way.HYBRID] = _BOTH_ENDS_S + forecast.hybrid_s + forecast.rest_s
     stall_s = max(0.0, forecast.load_s - forecast.first_step_s)
     if stall_s * forecast.num_running <= max_stall_s:
         times[Way.LAYERWISE] = stall_s + max(forecast.rest_s, forecast.first_step_s)

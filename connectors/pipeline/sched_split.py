@@ -19,7 +19,7 @@ ComputeTime: TypeAlias = Callable[[int, int], float | None]
 LoadTime: TypeAlias = Callable[[int], float | None]
 """Number of blocks -> seconds to load them; None if it is not known."""
 
-LONGEST_STEP_S = 0.080
+LONGEST_STEP_S = 0.150
 """Of the steps that compute a front, where nobody else runs. Between two of them the split may
 move; shorter ones would cost the device more than that brings."""
 SHORTEST_STEP_S = 0.010

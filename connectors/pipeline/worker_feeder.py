@@ -300,6 +300,11 @@ class Feeder:
         """Whether nothing waits and nothing is on the lane."""
         return not self._waiting and not self._fed
 
+    @property
+    def has_more(self) -> bool:
+        """Whether something is still to be fed."""
+        return bool(self._waiting)
+
     def poll(self, *, may_feed: bool, visit: Visit = Visit.BEHIND_FORWARD) -> None:
         """Take note of what has ended; feed more, if that is allowed, as much as the visit asks."""
         begun_s = self._clock()

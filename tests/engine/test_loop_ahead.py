@@ -106,7 +106,15 @@ async def test_news_are_asked_for_behind_the_last_step_and_when_that_has_ended()
     load = Rule(answers=(Async(32),), compute_ends=(16,), load_delay=3, save=False)
     script.default = load
     scheduler_side, worker_side = scripted_sides(script, block_size=BLOCK_SIZE)
-    runner = AheadRunner(worker_side)
+    num_planned: dict[int, int] = {}
+
+    class Watching(AheadRunner):
+        def _note(self, what: str, step_id: int) -> None:
+            super()._note(what, step_id)
+            if what == "wait":
+                num_planned[step_id] = engine._scheduler.num_inflight_steps
+
+    runner = Watching(worker_side)
     engine = build_engine(runner, depth=2, connector=scheduler_side, max_num_batched_tokens=16)
     async with asyncio.timeout(PATIENCE_S), engine:
         done = await engine.complete(prompt_of(36), greedy(3))
@@ -114,6 +122,7 @@ async def test_news_are_asked_for_behind_the_last_step_and_when_that_has_ended()
     computing = {one.step_id: one.total_num_scheduled_tokens > 0 for one in runner.executed}
     front = next(step for step, computes in computing.items() if computes)
     assert not computing[front + 1]
+    assert num_planned[front] == 2
     asked = runner.calls.index(("launch", front + 1))
     assert runner.calls[asked - 1] == ("wait", front)
     launched = [step for what, step in runner.calls if what == "launch"]

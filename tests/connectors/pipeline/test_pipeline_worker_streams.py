@@ -168,7 +168,8 @@ seeds = st.integers(0, 2**32)
 @pytest.fixture
 def one_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     """A load by layer is submitted as late as can be."""
-    monkeypatch.setattr(layer_pipeline, "AHEAD_BYTES", 1)
+    for name in ("FIRST_BYTES", "AHEAD_BYTES"):
+        monkeypatch.setattr(layer_pipeline, name, 1)
 
 
 @pytest.mark.usefixtures("one_ahead")
@@ -232,14 +233,29 @@ def test_a_load_by_layer_is_submitted_as_its_step_comes_along() -> None:
 
 
 @pytest.mark.parametrize("num_layers", range(1, NUM_LAYERS + 1))
-def test_so_many_bytes_are_submitted_ahead(
+def test_so_many_bytes_are_submitted_first(
     num_layers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     layer_bytes = sum(count for *_, count in RUNS) * PAGE_BYTES
-    monkeypatch.setattr(layer_pipeline, "AHEAD_BYTES", num_layers * layer_bytes - 1)
+    monkeypatch.setattr(layer_pipeline, "FIRST_BYTES", num_layers * layer_bytes - 1)
     load = Kit().pipeline.submit_load([RUNS], 7, by_layer=True)
     assert load.stats.num_bytes >= num_layers * layer_bytes
     assert load.stats.num_bytes <= (num_layers + 1) * layer_bytes, "a group has two layers"
+
+
+def test_more_is_submitted_ahead_once_the_first_layer_is_launched(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    layer_bytes = sum(count for *_, count in RUNS) * PAGE_BYTES
+    monkeypatch.setattr(layer_pipeline, "FIRST_BYTES", 1)
+    monkeypatch.setattr(layer_pipeline, "AHEAD_BYTES", 3 * layer_bytes)
+    kit = Kit()
+    load = kit.pipeline.submit_load([RUNS], 7, by_layer=True)
+    submitted = []
+    for layer in range(3):
+        kit.pipeline.wait(layer)
+        submitted.append(len(load.gates))
+    assert submitted == [1, 4, 4]
 
 
 @pytest.mark.usefixtures("one_ahead")
