@@ -9,6 +9,7 @@ under way, it keeps.
 from __future__ import annotations
 
 import bisect
+import math
 from collections.abc import Callable
 from typing import NamedTuple, TypeAlias
 
@@ -72,20 +73,23 @@ def stop_of_step(
     block_size: int,
     compute_s: ComputeTime,
     *,
-    longest_s: float = LONGEST_STEP_S,
+    others_wait_s: float | None = None,
 ) -> int:
-    """Up to where of tokens [first, end) one step should compute, for steps of about `longest_s`,
-    or longer ones where steps cost much however short they are; of round numbers of tokens but for
-    the last one. `end` if times are not known. Whole blocks, as `end`.
+    """Up to where of tokens [first, end) one step should compute; of round numbers of tokens but
+    for the last step. Whole blocks, as `end`. `end` if times are not known.
+
+    Where nobody else runs, steps take about `LONGEST_STEP_S`, or longer where they cost much
+    however short they are. `others_wait_s`: others run, and are to wait for so long at most; they
+    need steps anyway, so further ones cost nothing.
     """
-    longest_s = max(longest_s, SHORTEST_STEP_S)
     whole_s = compute_s(first, end) if first < end else None
-    if whole_s is None or whole_s < 1.5 * longest_s:
+    if whole_s is None:
         return end
-    # What each step costs, however short it is: all further ones may cost a tenth of the whole.
     least_s = compute_s(first, min(first + block_size, end)) or 0.0
-    most = 1 + int(_MOST_ADDED * whole_s / least_s) if least_s > 0 else 1
-    num_steps = min(round(whole_s / longest_s), most)
+    if others_wait_s is not None:
+        num_steps = math.ceil(whole_s / max(others_wait_s, SHORTEST_STEP_S))
+    else:
+        num_steps = _num_steps(whole_s, least_s)
     if num_steps == 1:
         return end
     part_s = least_s + (whole_s - least_s) / num_steps
@@ -100,6 +104,15 @@ def stop_of_step(
         blocks[max(0, found - 1) : found + 1], key=lambda b: abs(takes_s(b) - part_s), default=0
     )
     return nearest * block_size or end
+
+
+def _num_steps(whole_s: float, least_s: float) -> int:
+    """In how many a front is cut that takes `whole_s` in one, where each takes `least_s` however
+    short it is. All further ones may cost a tenth of the whole."""
+    if whole_s < 1.5 * LONGEST_STEP_S:
+        return 1
+    most = 1 + int(_MOST_ADDED * whole_s / least_s) if least_s > 0 else 1
+    return min(round(whole_s / LONGEST_STEP_S), most)
 
 
 class Split:

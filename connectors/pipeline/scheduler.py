@@ -23,13 +23,7 @@ from interlace.connectors.pipeline.planner import SavePlanner, Tracked
 from interlace.connectors.pipeline.rates import Forecast, LoadRate, StepTimes, Way, choose_way
 from interlace.connectors.pipeline.sched_runs import record_runs
 from interlace.connectors.pipeline.sched_samples import TimedSteps
-from interlace.connectors.pipeline.sched_split import (
-    LONGEST_STEP_S,
-    PlannedStep,
-    Split,
-    balance,
-    stop_of_step,
-)
+from interlace.connectors.pipeline.sched_split import PlannedStep, Split, balance, stop_of_step
 from interlace.connectors.pipeline.sched_stats import Counter, PipelineStats
 from interlace.connectors.step_tables import computed_before, follow_blocks
 from interlace.engine.kv_connector import KVCacheBlocks, KVConnectorOutput
@@ -192,10 +186,10 @@ class PipelineScheduler:
         long, and shorter where others run.
         """
         has_others = self._num_running(besides=request) > 0
-        longest_s = (
-            min(self._settings.max_stall_s, LONGEST_STEP_S) if has_others else LONGEST_STEP_S
+        others_wait_s = self._settings.max_stall_s if has_others else None
+        return stop_of_step(
+            first, end, self._block_size, self._computing_s, others_wait_s=others_wait_s
         )
-        return stop_of_step(first, end, self._block_size, self._computing_s, longest_s=longest_s)
 
     def _end_of_stored(self, request: Request, first: int) -> int:
         """The first block from `first` on that is not stored, or holds the last token."""

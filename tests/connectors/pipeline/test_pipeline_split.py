@@ -257,13 +257,17 @@ def test_a_front_that_takes_long_is_computed_in_steps_that_take_about_equally_lo
     assert not any(tokens % 256 for tokens in rising[:-1])
 
 
-def test_steps_are_shorter_where_others_wait_but_never_very_short() -> None:
-    compute_s = lambda first, stop: 0.0001 * (stop - first)  # noqa: E731
+def test_steps_are_as_short_as_others_want_to_wait_but_never_very_short() -> None:
+    """Of 256 tokens, 26 ms, at least. Others need steps anyway, so what they cost counts for
+    nothing."""
+    compute_s = lambda first, stop: 0.005 + 0.0001 * (stop - first)  # noqa: E731
     stops = [
-        stop_of_step(0, 1024, 16, compute_s, longest_s=longest_s)
-        for longest_s in (0.08, 0.05, 0.02, SHORTEST_STEP_S, 0.0)
+        stop_of_step(0, 1024, 16, compute_s, others_wait_s=wait_s)
+        for wait_s in (0.2, 0.107, 0.06, 0.04, 0.02, SHORTEST_STEP_S, 0.0)
     ]
-    assert stops == [1024, 512, 256, 256, 256]
+    assert stops == [1024, 512, 512, 256, 256, 256, 256]
+    assert stop_of_step(0, 1024, 16, compute_s) == 1024
+    assert stop_of_step(0, 208, 16, compute_s, others_wait_s=0.02) == 208
 
 
 def test_one_step_if_times_are_not_known_or_blocks_take_longer() -> None:
