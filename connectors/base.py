@@ -339,9 +339,9 @@ class KVConnectorBase_V1(ABC):  # noqa: N801 - the protocol's name
         metadata: once when it begins to wait for a step, and then again and again while the answer
         is True and the step has not ended. So transfers need not be queued by the hooks, which hold
         up the launch of steps, nor far ahead. What is done here holds up whoever waits for the
-        step's tokens: a fraction of a millisecond at a time. Not called behind a step in which the
-        connector was idle, nor on a device that computes within the launch, as a CPU does. An
-        extension of the protocol.
+        step's tokens: a fraction of a millisecond at a time. Not called while the connector is idle
+        in the step that was launched last, nor on a device that computes within the launch, as a
+        CPU does. An extension of the protocol.
         """
         return False
 

@@ -150,7 +150,7 @@ class PipelineConnector(KVConnectorBase_V1):
             SchedulerSettings(
                 block_size=config.block_size,
                 max_step_tokens=config.scheduler_config.max_num_batched_tokens,
-                max_inflight_steps=config.scheduler_config.max_inflight_steps,
+                max_inflight_steps=_most_inflight(config),
                 load_mode=self.options.load_mode,
                 max_stall_s=self.options.max_load_stall_ms / 1e3,
                 may_load=self._kv_transfer_config.is_kv_consumer,
@@ -288,6 +288,12 @@ class PipelineConnector(KVConnectorBase_V1):
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> PipelineStats:
         """Statistics of this kind that consist of a copy of `data`."""
         return PipelineStats(data=dict(data or {}))
+
+
+def _most_inflight(config: EngineConfig) -> int:
+    """Steps that may not have ended, with the empty one that may go behind one that computes."""
+    depth = config.scheduler_config.max_inflight_steps
+    return depth if depth == 1 else depth + 1
 
 
 def _refuse_what_is_not_stored(config: EngineConfig) -> None:

@@ -43,6 +43,8 @@ class _Step:
     def __init__(self, plan: SchedulerOutput, runner: StepRunner, device: DeviceThread) -> None:
         """Launches it, behind all that the device thread has to do."""
         self.plan = plan
+        self.asks_only = not (plan.total_num_scheduled_tokens or plan.async_loading_req_ids)
+        """Whether it is there for a connector's news alone."""
         self._runner = runner
         self._device = device
         self._pending: PendingStep | None = None
@@ -83,7 +85,8 @@ class StepLoop:
     """Runs steps until it is told to stop, or until something fatal happens.
 
     Where the device works by itself, and nothing else can be planned, an empty step goes behind the
-    last one that computes: it brings a connector's news in the moment when that one has ended.
+    only one that computes: it brings a connector's news in the moment when that one has ended. It
+    counts for nothing where several steps may be under way, so who comes meanwhile is planned.
     """
 
     def __init__(
@@ -151,10 +154,19 @@ class StepLoop:
             await self._drain()
 
     @property
+    def _has_room(self) -> bool:
+        """Whether a further step may be under way."""
+        depth = self._scheduler.config.max_inflight_steps
+        if depth == 1:
+            return not self._inflight
+        return sum(not step.asks_only for step in self._inflight) < depth
+
+    @property
     def _may_deliver_first(self) -> bool:
         """Whether the device does not wait for the next plan: it has another step to compute, or
         there is nothing to compute."""
-        return bool(self._inflight) or not self._scheduler.has_requests
+        computes = any(step.plan.total_num_scheduled_tokens for step in self._inflight)
+        return computes or not self._scheduler.has_requests
 
     @property
     def _lingers(self) -> bool:
@@ -178,8 +190,7 @@ class StepLoop:
         self._had_news_s = self._clock.monotonic()
 
     def _launch_steps(self) -> None:
-        depth = self._scheduler.config.max_inflight_steps
-        while len(self._inflight) < depth:
+        while self._has_room:
             if self._stopping and not self._lingers:
                 return
             works_ahead = self._runner.works_ahead
@@ -189,12 +200,11 @@ class StepLoop:
                 return
             # Behind a step that computes, if nothing else can be planned there.
             self._poll_due = works_ahead and plan.total_num_scheduled_tokens > 0
-            asks_only = not (plan.total_num_scheduled_tokens or plan.async_loading_req_ids)
-            if asks_only:
+            if not plan.total_num_scheduled_tokens and not plan.async_loading_req_ids:
                 self._await_oldest_step()  # for what there is when that has ended
             step = _Step(plan, self._runner, self._device)
             self._inflight.append(step)
-            if asks_only or not works_ahead:
+            if step.asks_only or not works_ahead:
                 self._await(step)
             if plan.loading_block_ids:
                 step.launched.add_done_callback(lambda _: self._wake.set())

@@ -296,15 +296,17 @@ class Scheduler:
         if not self._inflight:
             if polls or self._finished_req_ids or plan.preempted:
                 return self._commit(plan)
-        elif polls and may_poll_behind and not plan.preempted and self._computes_last:
+        elif polls and may_poll_behind and self._computes_last and not plan.preempted:
             return self._commit(plan)
         self._preempted = plan.preempted
         return None
 
     @property
     def _computes_last(self) -> bool:
-        """Whether one step is in flight, and computes."""
-        return len(self._inflight) == 1 and bool(self._inflight[0].scheduled)
+        """Whether one step is in flight, and computes, and nobody waits for its end to preempt."""
+        if self._must_drain or len(self._inflight) != 1:
+            return False
+        return bool(self._inflight[0].scheduled)
 
     def _schedule_running(self, plan: StepPlan) -> None:
         """Let running requests catch up, in order."""

@@ -144,6 +144,7 @@ class LayerPipeline:
         )
         self.is_advanced = False
         """Whether somebody calls `advance`: then little has to be queued ahead."""
+        self._was_kept_back = False  # by a step's own load, when `advance` was called last
         self._load: PipelinedLoad | None = None  # the newest one
         self._step_id = 0  # that it is of
         self._groups_ahead = 0  # of the one for which the step waits, so many are submitted
@@ -305,7 +306,7 @@ class LayerPipeline:
     ) -> FedTransfer:
         """Load these beside the steps, behind the loads that came before. `window_bytes` of it may
         be queued, if the pipeline's own window is smaller: who polls once a step leaves the link
-        idle else. Unless it `begins_now` it does with the next `poll`.
+        idle else. Unless it `begins_now` it does with the next visit that feeds: see `poll`.
 
         Raises: `ConnectorError` if `runs` do not fit.
         """
@@ -386,17 +387,20 @@ class LayerPipeline:
     def poll(self, visit: Visit = Visit.BEHIND_FORWARD) -> None:
         """Move on what goes on beside the steps. Never waits.
 
-        Once somebody has called `advance`, nothing is fed behind a forward by this.
+        Once somebody calls `advance`, nothing is fed behind a forward by this, unless the last time
+        a step's own load was under way: where every step loads, that would be so for ever.
         """
         if self._is_quiet:
             return
-        self._poll(visit, may_feed=visit is not Visit.BEHIND_FORWARD or not self.is_advanced)
+        leaves_it = self.is_advanced and not self._was_kept_back
+        self._poll(visit, may_feed=visit is not Visit.BEHIND_FORWARD or not leaves_it)
 
     def advance(self) -> bool:
         """Move it on a little, while the device computes and this thread waits for it; whether
         there is more to feed, and the step does not wait for a load of its own. Never waits."""
         self.is_advanced = True
-        if self._is_quiet or not self._may_feed:
+        self._was_kept_back = not (self._is_quiet or self._may_feed)
+        if self._is_quiet or self._was_kept_back:
             return False
         self._poll(Visit.WAITING, may_feed=True)
         return self._bulk.has_more or self._store.has_more

@@ -29,8 +29,9 @@ class PipelineOptions(Options):
     """Layers that share a gate. The first and the last one have gates of their own: see
     `LayerGroups`."""
     max_load_stall_ms: float = 20.0
-    """Only under "auto": how long the requests of a batch, taken together, may wait for a load
-    within their step."""
+    """Under "auto": how long the requests of a batch, taken together, may wait for a load within
+    their step. And about how long a step may take at most that computes the front of a load from
+    the back, where others run."""
 
     def __post_init__(self) -> None:
         self.require_int("host_bytes", 1)

@@ -87,7 +87,9 @@ def stop_of_step(
         return end
     least_s = compute_s(first, min(first + block_size, end)) or 0.0
     if others_wait_s is not None:
-        num_steps = math.ceil(whole_s / max(others_wait_s, SHORTEST_STEP_S))
+        longest_s = max(others_wait_s, SHORTEST_STEP_S)
+        each_s = max(longest_s - least_s, longest_s / 2)  # besides what every step takes
+        num_steps = max(1, math.ceil((whole_s - least_s) / each_s))
     else:
         num_steps = _num_steps(whole_s, least_s)
     if num_steps == 1:

@@ -185,7 +185,11 @@ class PipelineScheduler:
         Between two steps the split is looked at again, and others get their tokens: so none is very
         long, and shorter where others run.
         """
-        has_others = self._num_running(besides=request) > 0
+        has_others = any(
+            one.request.status is RequestStatus.RUNNING and not one.is_loading
+            for one in self._requests.values()
+            if one.request is not request
+        )
         others_wait_s = self._settings.max_stall_s if has_others else None
         return stop_of_step(
             first, end, self._block_size, self._computing_s, others_wait_s=others_wait_s
@@ -246,10 +250,9 @@ class PipelineScheduler:
     def _loading_s(self, num_blocks: int) -> float | None:
         return self._load_rate.seconds(num_blocks * self._record_bytes)
 
-    def _num_running(self, *, besides: Request | None = None) -> int:
+    def _num_running(self) -> int:
         running = RequestStatus.RUNNING
-        requests = (one.request for one in self._requests.values())
-        return sum(one.status is running and one is not besides for one in requests)
+        return sum(one.request.status is running for one in self._requests.values())
 
     def _bytes_ahead(self) -> tuple[int, int]:
         """Bytes that go before a further load of the next step: (within the step, beside it)."""

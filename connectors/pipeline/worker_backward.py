@@ -14,6 +14,9 @@ from interlace.connectors.pipeline.worker_times import Stopwatch
 from interlace.engine.ports import Gate
 from interlace.layers.page_copies import Run
 
+MOST_SLICE_CALLS = 128
+"""Of the driver, for one slice: who feeds it may wait for a step's tokens meanwhile."""
+
 
 class _Next(NamedTuple):
     """What would be fed next."""
@@ -92,7 +95,12 @@ class BackwardTransfer(FedTransfer):
 
     def _cut(self) -> _Next:
         most = max(1, self.window_bytes // SLICES_PER_WINDOW // self._block_bytes)
-        num_blocks = min(most, self._share - self._num_taken)
+        found = self._cut_off(min(most, self._share - self._num_taken))
+        while found.one.num_calls > MOST_SLICE_CALLS and found.num_blocks > 1:
+            found = self._cut_off(found.num_blocks // 2)
+        return found
+
+    def _cut_off(self, num_blocks: int) -> _Next:
         rest, part = split_back(self._left, num_blocks)
         one = Slice(
             0,

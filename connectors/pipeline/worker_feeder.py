@@ -28,6 +28,9 @@ from interlace.layers.page_copies import (
 )
 
 SLICES_PER_WINDOW = 4
+_IDLE_WINDOWS = 6
+"""The link's work for some 24 ms: the longest pause of an engine that only waits for transfers is
+20."""
 _MOST_WORKS = 256
 """On the lane at a time: slices may be much smaller than a window allows."""
 MOST_CALLS = 192
@@ -106,7 +109,8 @@ class Visit(enum.Enum):
     """When the device thread comes by, and so how much it should feed."""
 
     IDLE = enum.auto()
-    """Nothing computes, so nobody may come by for a while: all is fed that the lane takes."""
+    """Nothing computes, so nobody may come by for a while: several windows are fed. Not all there
+    is, since a step that comes meanwhile may load within itself."""
     BEFORE_FORWARD = enum.auto()
     """A forward is to be launched, and shall not wait for many milliseconds."""
     BEHIND_FORWARD = enum.auto()
@@ -234,7 +238,8 @@ def _most_calls(transfer: FedTransfer, visit: Visit) -> float:
     """Of the driver, that may be on a stream."""
     if transfer.is_hurried and visit is Visit.BEHIND_FORWARD:
         return math.inf  # the host has time, and may not come by soon
-    return MOST_QUEUED_CALLS if transfer.is_hurried or visit is Visit.WAITING else MOST_CALLS
+    are_many = transfer.is_hurried or visit in (Visit.IDLE, Visit.WAITING)
+    return MOST_QUEUED_CALLS if are_many else MOST_CALLS
 
 
 def given_up() -> ConnectorError:
@@ -329,10 +334,11 @@ class Feeder:
     def _has_room(self, transfer: FedTransfer, one: Slice, visit: Visit) -> bool:
         """Whether the window, and the lane, take one more. One slice always fits."""
         window_bytes = max(self.window_bytes, transfer.window_bytes)
+        if visit is Visit.IDLE:
+            window_bytes *= _IDLE_WINDOWS
         fits = self._fed_bytes + one.num_bytes <= window_bytes
         if self._is_stream:
             fits &= self._fed_calls + one.num_calls <= _most_calls(transfer, visit)
-        fits |= visit is Visit.IDLE
         return not self._fed or (fits and len(self._fed) < _MOST_WORKS)
 
     def _feed(self, transfer: FedTransfer, one: Slice) -> None:

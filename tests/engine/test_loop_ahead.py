@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 
 import pytest
-from connected import prompt_of, scripted_sides, warm
-from engine_kit import BLOCK_SIZE, PATIENCE_S, GatedRunner, build_engine, greedy
+from connected import NOTHING, prompt_of, scripted_sides, warm
+from engine_kit import BLOCK_SIZE, PATIENCE_S, GatedRunner, build_engine, greedy, until
 from paged_oracle import answer
 
 from interlace.connectors.conformance import Async, Rule, Script
@@ -127,3 +128,34 @@ async def test_news_are_asked_for_behind_the_last_step_and_when_that_has_ended()
     assert runner.calls[asked - 1] == ("wait", front)
     launched = [step for what, step in runner.calls if what == "launch"]
     assert launched == [step for what, step in runner.calls if what == "wait"]
+
+
+async def test_who_comes_while_an_empty_step_is_under_way_is_planned_at_once() -> None:
+    """It takes nobody's turn at depth 2; at depth 1 there is none."""
+    script = Script()
+    warm(script, prompt_of(40), block_size=BLOCK_SIZE)
+    script.rules["front"] = Rule(answers=(Async(32),), compute_ends=(16,), load_delay=3, save=False)
+    script.default = NOTHING
+    scheduler_side, worker_side = scripted_sides(script, block_size=BLOCK_SIZE)
+    num_planned: list[int] = []
+
+    class Holding(AheadRunner):
+        def _note(self, what: str, step_id: int) -> None:
+            super()._note(what, step_id)
+            if what == "wait" and not num_planned:
+                num_planned.append(engine._scheduler.num_inflight_steps)
+                has_front.set()
+                assert has_other.wait(PATIENCE_S)
+
+    runner = Holding(worker_side)
+    engine = build_engine(runner, depth=2, connector=scheduler_side, max_num_batched_tokens=16)
+    has_front, has_other = threading.Event(), threading.Event()
+    async with asyncio.timeout(PATIENCE_S), engine, asyncio.TaskGroup() as tasks:
+        front = tasks.create_task(engine.complete(prompt_of(36), greedy(3), request_id="front"))
+        await asyncio.to_thread(has_front.wait, PATIENCE_S)
+        other = tasks.create_task(engine.complete(PROMPT, greedy(3), request_id="other"))
+        await until(lambda: engine._scheduler.num_inflight_steps == 3)
+        has_other.set()
+    assert list(front.result().token_ids) == answer(prompt_of(36), 3)
+    assert list(other.result().token_ids) == answer(PROMPT, 3)
+    assert num_planned == [2]

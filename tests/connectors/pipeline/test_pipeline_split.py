@@ -19,7 +19,11 @@ from interlace.connectors.pipeline.sched_split import (
     balance,
     stop_of_step,
 )
-from interlace.connectors.pipeline.worker_backward import BackwardTransfer, split_back
+from interlace.connectors.pipeline.worker_backward import (
+    MOST_SLICE_CALLS,
+    BackwardTransfer,
+    split_back,
+)
 from interlace.connectors.pipeline.worker_feeder import Feeder
 from interlace.connectors.pipeline.worker_times import ClockStopwatch
 from interlace.engine.errors import ConnectorError
@@ -229,6 +233,23 @@ def test_runs_that_do_not_fit_are_refused_as_a_whole() -> None:
         )
 
 
+@pytest.mark.parametrize("run_blocks", [1, 7, 400])
+def test_no_slice_keeps_the_host_for_long(run_blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many runs there are; what is in few runs is not cut for that."""
+    monkeypatch.setattr(NoteCopies, "num_layers", 32)
+    runs = tuple((2 * i, 2 * i, run_blocks) for i in range(0, 400, run_blocks))
+    load = BackwardTransfer(
+        NoteCopies(), runs, 400, after=None, window_bytes=1 << 20, watch=ClockStopwatch(lambda: 0.0)
+    )
+    lane, taken = VirtualLanes(0).lane("bulk"), 0
+    while (one := load.next_slice) is not None:
+        assert one.num_calls <= MOST_SLICE_CALLS
+        taken += one.runs.num_blocks
+        load.take(lane.record())
+    assert taken == 400
+    assert load.num_fed <= {1: 150, 7: 25, 400: 1}[run_blocks]
+
+
 # -------------------------------------------------------------------- steps of a front
 
 
@@ -258,16 +279,31 @@ def test_a_front_that_takes_long_is_computed_in_steps_that_take_about_equally_lo
 
 
 def test_steps_are_as_short_as_others_want_to_wait_but_never_very_short() -> None:
-    """Of 256 tokens, 26 ms, at least. Others need steps anyway, so what they cost counts for
-    nothing."""
+    """Of 256 tokens, 31 ms, at least. Others need steps anyway, so what they cost counts for
+    nothing, but for the wait."""
     compute_s = lambda first, stop: 0.005 + 0.0001 * (stop - first)  # noqa: E731
     stops = [
         stop_of_step(0, 1024, 16, compute_s, others_wait_s=wait_s)
-        for wait_s in (0.2, 0.107, 0.06, 0.04, 0.02, SHORTEST_STEP_S, 0.0)
+        for wait_s in (0.2, 0.108, 0.107, 0.06, 0.03, 0.02, SHORTEST_STEP_S, 0.0)
     ]
-    assert stops == [1024, 512, 512, 256, 256, 256, 256]
+    assert stops == [1024, 1024, 512, 512, 256, 256, 256, 256]
     assert stop_of_step(0, 1024, 16, compute_s) == 1024
-    assert stop_of_step(0, 208, 16, compute_s, others_wait_s=0.02) == 208
+    assert stop_of_step(0, 128, 16, compute_s, others_wait_s=0.02) == 128
+    assert stop_of_step(0, 1024, 16, lambda first, stop: 0.0, others_wait_s=0.02) == 1024
+
+
+@given(least_s=st.floats(0, 0.03), token_s=st.floats(1e-5, 1e-4), wait_s=st.floats(0.02, 0.1))
+def test_no_step_makes_others_wait_much_longer_than_they_want_to(
+    least_s: float, token_s: float, wait_s: float
+) -> None:
+    """Longer by what rounding to 256 tokens adds, and where a step alone takes half of that."""
+
+    def compute_s(first: int, stop: int) -> float:
+        return least_s + token_s * (stop - first)
+
+    stop = stop_of_step(0, 8192, 16, compute_s, others_wait_s=wait_s)
+    longest_s = max(wait_s, least_s + wait_s / 2)
+    assert compute_s(0, stop) <= longest_s + token_s * 256
 
 
 def test_one_step_if_times_are_not_known_or_blocks_take_longer() -> None:

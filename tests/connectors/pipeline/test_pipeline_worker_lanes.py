@@ -266,6 +266,32 @@ def test_while_somebody_waits_slices_are_fed_for_a_moment_at_a_time() -> None:
     assert not kit.pipeline.advance()
 
 
+def test_what_was_kept_back_by_a_load_within_a_step_is_fed_behind_the_next_forward() -> None:
+    """Else it would never be, where every step, or every second one, loads."""
+    lanes = VirtualLanes(0, "lazy", polls_per_work=1_000_000)
+    kit = LanesKit(lanes, window_bytes=8 * PAGE_BYTES)
+    kit.pipeline.advance()
+    save = kit.pipeline.submit_save([(12, 12, 8)])
+    within = kit.pipeline.submit_load([[(0, 1, 2)]], 1)
+    assert not kit.pipeline.advance(), "not now"
+    kit.pipeline.poll()
+    assert save.num_fed == 0
+    for gate in within.gates:
+        assert gate.wait(PATIENCE_S)
+    assert within.is_done
+    kit.pipeline.poll()
+    assert save.num_fed == 4, "a window"
+    assert kit.pipeline.advance()
+    for _ in range(100):
+        kit.pipeline.poll()
+    assert save.num_fed == 4, "from now on by advance"
+    while not save.is_done:
+        assert save.last_gate is not None
+        save.last_gate.wait(PATIENCE_S)
+        kit.pipeline.advance()
+    assert kit.is_saved([(12, 12, 8)])
+
+
 def test_before_a_forward_and_where_nothing_computes_it_is_fed_all_the_same() -> None:
     kit = LanesKit(VirtualLanes(0, "lazy", polls_per_work=1_000_000), window_bytes=8 * PAGE_BYTES)
     kit.pipeline.advance()
@@ -273,7 +299,7 @@ def test_before_a_forward_and_where_nothing_computes_it_is_fed_all_the_same() ->
     kit.pipeline.poll(Visit.BEFORE_FORWARD)
     assert load.num_fed == 4
     kit.pipeline.poll(Visit.IDLE)
-    assert load.num_fed == 20
+    assert load.num_fed == 20, "up to six windows"
     kit.finish(load)
 
 
