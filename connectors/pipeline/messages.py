@@ -94,8 +94,8 @@ class PipelineMetadata(KVConnectorMetadata):
     reported of them but their end in `loaded`."""
     num_tokens: int = 0
     """That the step computes."""
-    timed_context_tokens: int | None = None
-    """`num_context_tokens` of the `StepSample` that the step is to become; None if it is not."""
+    timed_pairs: float | None = None
+    """`num_pairs` of the `StepSample` that the step is to become; None if it is not."""
     expected_s: float = 0.0
     """How long the device will compute for who computes towards a load from the back; 0 if nobody
     does in this step, or if that is not known."""
@@ -108,13 +108,19 @@ class PipelineMetadata(KVConnectorMetadata):
         return any(not load.is_async for load in self.loads)
 
 
+def num_pairs(num_tokens: int, num_context_tokens: int) -> float:
+    """Pairs of a token and one that it attends to, of one request that computes `num_tokens` behind
+    `num_context_tokens`."""
+    return num_tokens * (num_context_tokens + num_tokens / 2)
+
+
 class StepSample(NamedTuple):
     """How long the device computed for one step, to learn its speed from."""
 
     num_tokens: int
     """Computed in the step."""
-    num_context_tokens: int
-    """Sum over the step's requests of the tokens before those."""
+    num_pairs: float
+    """Of a token and one that it attends to, over all requests of the step: see `num_pairs`."""
     seconds: float
     """Without waiting for loads: of steps that loaded nothing within themselves."""
 

@@ -6,8 +6,7 @@ long load says more about the rate than a short one.
 
 **Steps**: t = a + b * tokens + c * pairs, none of them negative. `a` is what a step costs however
 little it computes (launches, reading the weights), `b` what a token costs, `c` what a pair of a
-token and one that it attends to costs: tokens * (context + tokens / 2). That is right for a request
-alone; of a batch it counts too many pairs, which hardly shows, since batches have few tokens. Least
+token and one that it attends to costs: tokens * (context + tokens / 2), summed over requests. Least
 squares of the relative error, so that decodes of milliseconds count as much as long prompts. Kept
 are the newest samples of each power of two of tokens: a thousand decodes do not push out the one
 prompt from which a token's price is known. With three numbers to find, all seven sets of them that
@@ -26,7 +25,7 @@ import itertools
 import operator
 from collections.abc import Iterable, Sequence
 
-from interlace.connectors.pipeline.messages import LoadSample, StepSample
+from interlace.connectors.pipeline.messages import LoadSample, StepSample, num_pairs
 from interlace.connectors.pipeline.options import LoadMode
 
 SAMPLES_OF_A_SIZE = 8
@@ -99,11 +98,6 @@ class StepTimes:
         return a + b * num_tokens + c * num_pairs(num_tokens, num_context_tokens)
 
 
-def num_pairs(num_tokens: int, num_context_tokens: int) -> float:
-    """Pairs of a token and one that it attends to, of one request."""
-    return num_tokens * (num_context_tokens + num_tokens / 2)
-
-
 def fit_prices(samples: Sequence[StepSample]) -> tuple[float, float, float]:
     """(seconds a step, a token, a pair) that are not negative and have the least sum of squared
     relative errors. `samples`, at least one, have tokens and durations above 0."""
@@ -111,11 +105,11 @@ def fit_prices(samples: Sequence[StepSample]) -> tuple[float, float, float]:
         (
             1 / sample.seconds,
             sample.num_tokens / sample.seconds,
-            num_pairs(sample.num_tokens, sample.num_context_tokens) / sample.seconds,
+            sample.num_pairs / sample.seconds,
         )
         for sample in samples
     ]
-    scales = [max(row[i] for row in rows) for i in range(3)]
+    scales = [max(row[i] for row in rows) or 1.0 for i in range(3)]
     scaled = [[x / scale for x, scale in zip(row, scales, strict=True)] for row in rows]
     best: tuple[float, list[float]] | None = None
     for subset in _SUBSETS:

@@ -17,6 +17,7 @@ from interlace.connectors.pipeline.messages import (
     PipelineMetadata,
     PipelineReport,
     Share,
+    num_pairs,
 )
 from interlace.connectors.pipeline.options import LoadMode
 from interlace.connectors.pipeline.planner import SavePlanner, Tracked
@@ -354,7 +355,7 @@ class PipelineScheduler:
             shares=tuple(shares),
             lost_loads=frozenset(lost_loads),
             num_tokens=num_tokens,
-            timed_context_tokens=_num_computed_before(scheduler_output) if is_timed else None,
+            timed_pairs=_num_pairs(scheduler_output) if is_timed else None,
             expected_s=expected_s,
         )
 
@@ -499,7 +500,8 @@ class PipelineScheduler:
         )
 
 
-def _num_computed_before(output: SchedulerOutput) -> int:
-    """Sum over the step's requests."""
-    new = sum(one.num_computed_tokens for one in output.scheduled_new_reqs)
-    return new + sum(output.scheduled_cached_reqs.num_computed_tokens)
+def _num_pairs(output: SchedulerOutput) -> float:
+    """Of all of the step's requests."""
+    before = computed_before(output)
+    counts = output.num_scheduled_tokens
+    return sum(num_pairs(count, before[request_id]) for request_id, count in counts.items())

@@ -213,10 +213,10 @@ class PipelineWorker:
             # Else the forward goes first: `get_finished` polls behind it.
             is_before = metadata.num_tokens > 0
             opened.pipeline.poll(Visit.BEFORE_FORWARD if is_before else Visit.BEHIND_FORWARD)
-        if within or metadata.timed_context_tokens is None:
+        if within or metadata.timed_pairs is None:
             opened.sampler.forget()
         else:
-            opened.sampler.begin(metadata.num_tokens, metadata.timed_context_tokens)
+            opened.sampler.begin(metadata.num_tokens, metadata.timed_pairs)
 
     def _start_bulk(self, load: Load) -> None:
         pipeline = self._open.pipeline

@@ -14,7 +14,7 @@ _MOST_PENDING = 16
 
 class _Open(NamedTuple):
     num_tokens: int
-    num_context_tokens: int
+    num_pairs: float
     begin: Any
     end: Any
 
@@ -27,9 +27,9 @@ class StepSampler:
         self._begun: _Open | None = None
         self._pending: deque[_Open] = deque(maxlen=_MOST_PENDING)
 
-    def begin(self, num_tokens: int, num_context_tokens: int) -> None:
+    def begin(self, num_tokens: int, num_pairs: float) -> None:
         """The forward of such a step is queued from now on."""
-        self._begun = _Open(num_tokens, num_context_tokens, self._watch.mark(), None)
+        self._begun = _Open(num_tokens, num_pairs, self._watch.mark(), None)
 
     def forget(self) -> None:
         """The step tells nothing: it loads within itself, or has no forward."""
@@ -45,10 +45,10 @@ class StepSampler:
         """Of the steps that have been computed since the last call."""
         samples: list[StepSample] = []
         while self._pending:
-            tokens, context, begin, end = self._pending[0]
+            tokens, pairs, begin, end = self._pending[0]
             seconds = self._watch.seconds(begin, end)
             if seconds is None:
                 break
             self._pending.popleft()
-            samples.append(StepSample(tokens, context, seconds))
+            samples.append(StepSample(tokens, pairs, seconds))
         return tuple(samples)

@@ -613,7 +613,7 @@ class WorkerKit:
         metadata = PipelineMetadata(
             self.step_id,
             num_tokens=num_tokens,
-            timed_context_tokens=10 * num_tokens if num_tokens else None,
+            timed_pairs=10 * num_tokens if num_tokens else None,
             **orders,
         )
         self.worker.handle_preemptions(metadata)

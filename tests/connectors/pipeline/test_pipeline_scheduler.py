@@ -845,10 +845,25 @@ def test_steps_without_orders_are_idle_unless_they_are_timed(depth: int) -> None
     request = world.stepper.add(prompt_of(9), max_tokens=60)
     world.run(request)
     told = world.worker.metadata
-    timed = [one for one in told if one.timed_context_tokens is not None]
+    timed = [one for one in told if one.timed_pairs is not None]
     assert 8 <= len(timed) <= 16
     assert len(told) <= 10 + (depth + 2) * 4, "of the first ones, and of every sixteenth"
-    assert [one.timed_context_tokens for one in timed[:4]] == [0, 9, 10, 11]
+    assert [one.timed_pairs for one in timed[:4]] == [9 * 9 / 2, 9.5, 10.5, 11.5]
+
+
+def test_pairs_of_a_batch_are_those_of_each_request() -> None:
+    """Not of all its tokens with all its contexts: a prompt beside decodes would look dear, and by
+    that all attention cheap."""
+    world = make_world(load_mode="layerwise", role="kv_consumer", max_num_batched_tokens=64)
+    world.stepper.add(prompt_of(9), max_tokens=20)
+    world.stepper.step()
+    world.stepper.add(prompt_of(30), max_tokens=20)
+    world.worker.metadata.clear()
+    world.stepper.step()
+    (told,) = world.worker.metadata
+    assert told.num_tokens == 22 + 1, "the two share 8 tokens"
+    assert told.timed_pairs == 22 * (8 + 22 / 2) + 9.5
+    world.stepper.run()
 
 
 def test_no_step_is_idle_while_a_save_is_open() -> None:
@@ -888,7 +903,7 @@ def test_steps_that_load_within_themselves_are_not_counted_as_timed() -> None:
         world.run(world.stepper.add(prompt_of(17), max_tokens=1))
     loading = [one for one in world.worker.metadata if one.loads]
     assert len(loading) == 12
-    assert all(one.timed_context_tokens is None for one in loading)
+    assert all(one.timed_pairs is None for one in loading)
     world.worker.metadata.clear()
     world.run(world.stepper.add([7], max_tokens=1))
-    assert world.worker.metadata[0].timed_context_tokens == 0, "the first one of that size"
+    assert world.worker.metadata[0].timed_pairs == 0.5, "the first one of that size"

@@ -348,7 +348,7 @@ def test_a_lost_load_writes_nothing_when_its_blocks_are_handed_on(num_works: int
 
 def test_steps_that_load_nothing_are_samples_of_how_long_a_step_takes() -> None:
     kit = Kit(VirtualLanes(0, "eager"))
-    metadata = kit.metadata(num_tokens=12, timed_context_tokens=300)
+    metadata = kit.metadata(num_tokens=12, timed_pairs=300)
     kit.worker.start(metadata)
     kit.worker.start(metadata)
     kit.worker.finish_forward()
@@ -357,7 +357,7 @@ def test_steps_that_load_nothing_are_samples_of_how_long_a_step_takes() -> None:
     assert (num_tokens, num_context) == (12, 300)
     assert seconds >= 0
     loading = kit.metadata(
-        loads=(Load(10, "a", run(0, 5), is_async=False),), num_tokens=12, timed_context_tokens=0
+        loads=(Load(10, "a", run(0, 5), is_async=False),), num_tokens=12, timed_pairs=0
     )
     kit.worker.start(loading)
     kit.worker.finish_forward()
@@ -366,7 +366,7 @@ def test_steps_that_load_nothing_are_samples_of_how_long_a_step_takes() -> None:
     ((num_bytes, seconds),) = report.loads
     assert num_bytes == NUM_LAYERS * PAGE_BYTES
     assert seconds >= 0
-    kit.worker.start(kit.metadata(num_tokens=5, timed_context_tokens=0))
+    kit.worker.start(kit.metadata(num_tokens=5, timed_pairs=0))
     assert not kit.reports()[3].steps, "it had no forward"
 
 
