@@ -1,7 +1,7 @@
 """The `interlace` command: what its parts are, and how errors become exit codes.
 
-Exit codes: 0 done, 1 one of Interlace's errors, a broken pipe, or a connector that `check` finds at
-fault, 2 wrong usage, 130 Ctrl-C. Those
+Exit codes: 0 done, 1 one of Interlace's errors, a broken pipe, a connector that `check` finds at
+fault, or slabs that `store` finds bad or cannot remove, 2 wrong usage, 130 Ctrl-C. Those
 for the pipe, the usage and Ctrl-C are typer's.
 Nothing here or in a command's module imports torch; what needs it is imported inside functions.
 """
@@ -14,7 +14,7 @@ from typing import Annotated
 
 import typer
 
-from interlace.cli import bench
+from interlace.cli import bench, store
 from interlace.cli.chat import chat
 from interlace.cli.check import check
 from interlace.cli.info import info
@@ -39,6 +39,7 @@ app.command()(info)
 app.command()(trace)
 bench.app.command()(timeline)
 app.add_typer(bench.app)
+app.add_typer(store.app)
 
 
 def _show_version(wanted: bool) -> None:

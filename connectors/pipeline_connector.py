@@ -51,10 +51,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from interlace.connectors.base import CheckSetup, KVConnectorBase_V1
+from interlace.connectors.kv_folders.identity import KVIdentity
 from interlace.connectors.pipeline.messages import PipelineHandshake, PipelineMetadata
 from interlace.connectors.pipeline.options import PipelineOptions
 from interlace.connectors.pipeline.sched_stats import PipelineStats
 from interlace.connectors.pipeline.scheduler import PipelineScheduler, SchedulerSettings
+from interlace.connectors.slab_store.catalog import Catalog
+from interlace.connectors.slab_store.lookup import StoredBlocks
+from interlace.connectors.slab_store.space import Space
 from interlace.engine.config import EngineConfig
 from interlace.engine.errors import ConfigError, ConnectorError
 from interlace.engine.kv_connector import (
@@ -78,6 +82,9 @@ if TYPE_CHECKING:
     from interlace.connectors.pipeline.worker import PipelineWorker
     from interlace.layers.forward_context import ForwardContext
 
+_FIRST_LOOK_S = 10.0
+"""What is found later is found all the same."""
+_CLOSE_S = 5.0
 CHECK_HOST_BYTES = 256 << 10
 """Of `interlace check`'s tiny engines: under a hundred records, so that they are reused."""
 
@@ -110,7 +117,36 @@ class PipelineConnector(KVConnectorBase_V1):
     def _make_worker_side(self) -> None:
         from interlace.connectors.pipeline.worker import PipelineWorker
 
-        self._worker_side = PipelineWorker(self.options, self.lanes)
+        make_space = self._space if self.options.store == "file" else None
+        self._worker_side = PipelineWorker(self.options, self.lanes, make_space=make_space)
+
+    def _space(self, num_layers: int, page_bytes: int) -> Space:
+        """What a store of files is to hold."""
+        config = self._vllm_config
+        model = config.model_config
+        return Space(
+            identity=KVIdentity.of(config),
+            model_name=config.model if model is None else model.model,
+            num_layers=num_layers,
+            page_bytes=page_bytes,
+        )
+
+    def _stored_blocks(self, record_bytes: int) -> StoredBlocks | None:
+        """What lies in files, by the first look; waits for that."""
+        if self.options.store != "file":
+            return None
+        assert self.options.path is not None, "options say so"
+        assert self._kv_cache_config is not None, "the engine gives it"
+        (group,) = self._kv_cache_config.kv_cache_groups
+        num_layers = len(group.layer_names)
+        space = self._space(num_layers, record_bytes // num_layers)
+        stored = StoredBlocks(
+            Catalog(Path(self.options.path) / space.folder_name, space),
+            self.lanes.lane("look"),
+            threshold=self.options.store_threshold,
+        )
+        stored.wait_for_look(_FIRST_LOOK_S)
+        return stored
 
     @property
     def _scheduler(self) -> PipelineScheduler:
@@ -156,6 +192,7 @@ class PipelineConnector(KVConnectorBase_V1):
                 may_load=self._kv_transfer_config.is_kv_consumer,
                 may_save=self._kv_transfer_config.is_kv_producer,
             ),
+            self._stored_blocks(handshake.record_bytes),
         )
 
     def get_num_new_matched_tokens(
@@ -265,6 +302,9 @@ class PipelineConnector(KVConnectorBase_V1):
         worker, self._worker_side = self._worker_side, None
         if worker is not None:
             worker.close()
+        scheduler, self._scheduler_side = self._scheduler_side, None
+        if scheduler is not None:
+            scheduler.close(_CLOSE_S)
 
     # ---------------------------------------------------------------- of the class
 

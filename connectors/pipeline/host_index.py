@@ -87,11 +87,14 @@ class HostIndex:
     def store(
         self, records: Sequence[int], block_hashes: Sequence[bytes], parent_hash: bytes | None
     ) -> None:
-        """Pending records hold these blocks now, none of which is stored; they follow the block
-        `parent_hash`, or none."""
+        """Pending records hold these blocks now; they follow the block `parent_hash`, or none. What
+        is stored already stays where it is, and the new record of it is free."""
         place = None if parent_hash is None else self._record_of.get(parent_hash)
         for record, block_hash in zip(records, block_hashes, strict=True):
-            assert block_hash not in self._record_of
+            if (known := self._record_of.get(block_hash)) is not None:
+                self._free.give_back(record)
+                place = known
+                continue
             self._hash_in[record] = block_hash
             self._record_of[block_hash] = record
             if place is None:

@@ -9,11 +9,36 @@ from __future__ import annotations
 import dataclasses
 from typing import NamedTuple
 
+from interlace.connectors.slab_store.writing import StoredPlace
 from interlace.engine.kv_connector import (
     KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorWorkerMetadata,
 )
+
+
+class Fetch(NamedTuple):
+    """A record that is read from a file before it is loaded."""
+
+    record: int
+    place: StoredPlace
+
+
+class StorePart(NamedTuple):
+    """A record that is to be written to a file."""
+
+    record: int
+    block_hash: bytes
+    parent_hash: bytes | None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StoreOrder:
+    """Write these records to files, behind everybody's back. They stay what they are until it is
+    reported."""
+
+    store_id: int
+    parts: tuple[StorePart, ...]
 
 
 class RecordRun(NamedTuple):
@@ -39,6 +64,10 @@ class Load:
     share: int | None = None
     """Load from the back, beside the steps, only so many blocks, until a `Share` says otherwise;
     the request computes those before. None: load all, from the front."""
+    fetches: tuple[Fetch, ...] = ()
+    """Of these records of `runs`, which are nobody's until then."""
+    missing: tuple[int, ...] = ()
+    """Block ids that were promised, and are in no run: what was to be loaded into them has gone."""
 
 
 class Share(NamedTuple):
@@ -89,6 +118,7 @@ class PipelineMetadata(KVConnectorMetadata):
     """Requests that were held and whose last save has ended: report them as sent."""
     shares: tuple[Share, ...] = ()
     """News for loads of earlier steps; those that have ended are past it."""
+    stores: tuple[StoreOrder, ...] = ()
     lost_loads: frozenset[int] = frozenset()
     """Loads of earlier steps whose blocks this step hands on: as with `fences`, and nothing is
     reported of them but their end in `loaded`."""
@@ -147,6 +177,11 @@ class PipelineReport(KVConnectorWorkerMetadata):
     What an ended one said with its end holds, whatever it was told since."""
     steps: tuple[StepSample, ...] = ()
     loads: tuple[LoadSample, ...] = ()
+    stored: frozenset[int] = frozenset()
+    """Store orders that read their records no more, whether they were written or not."""
+    unfetched: frozenset[int] = frozenset()
+    """Records of the fetches of loads in `loaded` that could not be read."""
+    fetches: tuple[LoadSample, ...] = ()
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> PipelineReport:
         """Both. There is one worker: only `MultiConnector` and empty steps bring two together."""
@@ -158,6 +193,9 @@ class PipelineReport(KVConnectorWorkerMetadata):
             self.shares + other.shares,
             self.steps + other.steps,
             self.loads + other.loads,
+            self.stored | other.stored,
+            self.unfetched | other.unfetched,
+            self.fetches + other.fetches,
         )
 
 

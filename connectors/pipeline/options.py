@@ -11,7 +11,10 @@ from interlace.engine.options import Options
 
 LoadMode = Literal["auto", "recompute", "bulk", "layerwise", "hybrid"]
 """See `PipelineOptions.load_mode`."""
+StoreKind = Literal["memory", "file"]
+"""See `PipelineOptions.store`."""
 _LONGEST_MS = 60_000.0
+_LONGEST_S = 3600.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -33,7 +36,35 @@ class PipelineOptions(Options):
     their step. And about how long a step may take at most that computes the front of a load from
     the back, where others run."""
 
+    store: StoreKind = "memory"
+    """Where KV lies: "memory", in `host_bytes`; "file", in slab files below `path` too, which a
+    restarted engine, and others beside it, find again. Then host memory is what is read lately."""
+    path: str | None = None
+    """Of the store's directory, which it has for itself. Only with, and always with, "file"."""
+    capacity_bytes: int | None = None
+    """Of all slabs below `path`, whoever wrote them; None: what the file system holds."""
+    min_free_bytes: int = 1 << 30
+    """That the store leaves free on its file system."""
+    slab_bytes: int = 256 << 20
+    """Of one file. Files are removed as wholes, to make room."""
+    store_threshold: int = 1
+    """A block is written to a file when it is used so often: 1, when it is computed; 2, when it is
+    loaded from memory for the first time."""
+    read_deadline_s: float = 10.0
+    """How long a read of one block may take. What takes longer is computed."""
+
     def __post_init__(self) -> None:
+        self.require_choice("store", get_args(StoreKind))
+        self.require(
+            (self.path is not None) == (self.store == "file"),
+            'path is for store="file" and has to be there with it: give both, or neither.',
+        )
+        if self.capacity_bytes is not None:
+            self.require_int("capacity_bytes", 1)
+        self.require_int("min_free_bytes", 0)
+        self.require_int("slab_bytes", 1)
+        self.require_int("store_threshold", 1)
+        self.require_number("read_deadline_s", 0.001, _LONGEST_S)
         self.require_int("host_bytes", 1)
         self.require_choice("load_mode", get_args(LoadMode))
         self.require_int("group_size", 1)

@@ -23,6 +23,7 @@ from typing import NamedTuple
 
 from interlace.connectors.pipeline.host_index import HostIndex
 from interlace.connectors.pipeline.messages import Save
+from interlace.connectors.pipeline.sched_files import FileTier
 from interlace.connectors.pipeline.sched_runs import record_runs
 from interlace.connectors.pipeline.sched_stats import Counter
 from interlace.engine.request import Request
@@ -93,8 +94,9 @@ class SaveOrders:
 class SavePlanner:
     """Every save that is planned ends exactly once. Event loop only."""
 
-    def __init__(self, index: HostIndex, counter: Counter) -> None:
-        """Takes records from `index`, and puts blocks into it."""
+    def __init__(self, index: HostIndex, counter: Counter, files: FileTier | None = None) -> None:
+        """Takes records from `index`, and puts blocks into it. `files` are offered those too."""
+        self._files = files
         self._index = index
         self._counter = counter
         self._longest = max(1, min(LONGEST_SAVE, index.num_records // SHARE_OF_RECORDS))
@@ -239,6 +241,8 @@ class SavePlanner:
         if is_copied and not opened.is_distrusted:
             self._index.store(opened.records, opened.block_hashes, opened.parent_hash)
             self._counter.add("blocks_saved", num_blocks)
+            if self._files is not None:
+                self._files.offer(opened.block_hashes, opened.parent_hash)
         else:
             self._index.give_up(opened.records)
             self._counter.add("blocks_not_saved", num_blocks)

@@ -7,7 +7,7 @@ request's hashes, never from a count of its own, so preemption and truncation ne
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from interlace.connectors.pipeline.host_index import HostIndex
@@ -22,10 +22,12 @@ from interlace.connectors.pipeline.messages import (
 from interlace.connectors.pipeline.options import LoadMode
 from interlace.connectors.pipeline.planner import SavePlanner, Tracked
 from interlace.connectors.pipeline.rates import Forecast, LoadRate, StepTimes, Way, choose_way
+from interlace.connectors.pipeline.sched_files import FileTier, Taken
 from interlace.connectors.pipeline.sched_runs import record_runs
 from interlace.connectors.pipeline.sched_samples import TimedSteps
 from interlace.connectors.pipeline.sched_split import PlannedStep, Split, balance, stop_of_step
 from interlace.connectors.pipeline.sched_stats import Counter, PipelineStats
+from interlace.connectors.slab_store.lookup import StoredBlocks
 from interlace.connectors.step_tables import computed_before, follow_blocks
 from interlace.engine.kv_connector import KVCacheBlocks, KVConnectorOutput
 from interlace.engine.request import Request, RequestStatus
@@ -81,6 +83,8 @@ class _OpenLoad(NamedTuple):
     is_async: bool
     split: Split | None = None
     """Of a load from the back."""
+    fetched: Mapping[bytes, int] = {}
+    """Block hash -> the record among these into which it is read from a file."""
 
     @property
     def num_open_blocks(self) -> int:
@@ -96,8 +100,14 @@ class _OpenLoad(NamedTuple):
 class PipelineScheduler:
     """See the module's docstring. The methods are the protocol's, on the event loop."""
 
-    def __init__(self, handshake: PipelineHandshake, settings: SchedulerSettings) -> None:
-        """`handshake` is the worker side's, which has made the records."""
+    def __init__(
+        self,
+        handshake: PipelineHandshake,
+        settings: SchedulerSettings,
+        stored: StoredBlocks | None = None,
+    ) -> None:
+        """`handshake` is the worker side's, which has made the records. `stored`: what lies in
+        files, if there is such a store."""
         self.index = HostIndex(handshake.num_records)
         self._settings = settings
         self._block_size = settings.block_size
@@ -108,7 +118,11 @@ class PipelineScheduler:
         """Of the request that was matched last and had something stored: for measurements."""
         self._timed_steps = TimedSteps(settings.max_inflight_steps)
         self._counter = Counter()
-        self._planner = SavePlanner(self.index, self._counter)
+        self._files = None if stored is None else FileTier(stored, self.index, self._counter)
+        self._fetch_rate = LoadRate(0)
+        self._planner = SavePlanner(
+            self.index, self._counter, self._files if settings.may_save else None
+        )
         self._requests: dict[str, Tracked] = {}
         self._offers: dict[str, _Offer] = {}
         # For the next metadata.
@@ -144,6 +158,7 @@ class PipelineScheduler:
             or self._open_loads
             or self._splits
             or self._planner.num_open
+            or (self._files is not None and self._files.has_orders)
         )
 
     # ---------------------------------------------------------------- loads
@@ -157,10 +172,13 @@ class PipelineScheduler:
         if not self._settings.may_load or (tracked is not None and tracked.load_failed):
             return 0, False
         first = num_computed_tokens // self._block_size
-        end = self._end_of_stored(request, first)
+        end, num_fetched = self._end_of_stored(request, first)
         offer = _Offer(num_computed_tokens, None)
         if end > first:
-            offer = _Offer(num_computed_tokens, *self._choose(request, num_computed_tokens, end))
+            choice = self._choose(request, num_computed_tokens, end)
+            if num_fetched:
+                choice = _Choice(self._way_with_fetches(num_fetched), choice.floor)
+            offer = _Offer(num_computed_tokens, *choice)
         self._offers[request.request_id] = offer
         if offer.way is None or offer.way is Way.RECOMPUTE:
             return 0, False
@@ -196,13 +214,36 @@ class PipelineScheduler:
             first, end, self._block_size, self._computing_s, others_wait_s=others_wait_s
         )
 
-    def _end_of_stored(self, request: Request, first: int) -> int:
-        """The first block from `first` on that is not stored, or holds the last token."""
+    def _end_of_stored(self, request: Request, first: int) -> tuple[int, int]:
+        """(the first block from `first` on that is not stored, or holds the last token; how many
+        before it lie in files only)."""
         last = (request.num_tokens - 1) // self._block_size
-        end = first
-        while end < last and request.block_hashes[end] in self.index:
+        end, num_fetched = first, 0
+        files = self._files
+        if files is not None:
+            files.refresh()
+        while end < last:
+            block_hash = request.block_hashes[end]
+            if block_hash not in self.index:
+                if files is None or num_fetched == files.most_fetched or block_hash not in files:
+                    break
+                num_fetched += 1
             end += 1
-        return end
+        return end, num_fetched
+
+    def _way_with_fetches(self, num_fetched: int) -> Way:
+        """Of the request whose forecast was made last: so many of its blocks lie in files. They are
+        loaded beside the steps, if that is sooner than computing all."""
+        mode, forecast = self._settings.load_mode, self.last_forecast
+        assert forecast is not None, "it was made just now"
+        if mode != "auto":
+            return Way.RECOMPUTE if mode == "recompute" else Way.BULK
+        fetch_s = self._fetch_rate.seconds(num_fetched * self._record_bytes)
+        times = (fetch_s, forecast.bulk_load_s, forecast.rest_s)
+        if forecast.recompute_s is None or None in times:
+            return Way.BULK  # to learn how long it takes
+        load_s = sum(seconds for seconds in times if seconds is not None)
+        return Way.BULK if load_s < forecast.recompute_s else Way.RECOMPUTE
 
     def _choose(self, request: Request, num_local: int, end: int) -> _Choice:
         first = num_local // self._block_size
@@ -291,8 +332,11 @@ class PipelineScheduler:
         request = tracked.request
         first = offer.num_local // self._block_size
         end = (offer.num_local + num_tokens) // self._block_size
-        records = self.index.pin(request.block_hashes[first:end])
-        block_ids = tracked.block_ids[first:end]
+        hashes = request.block_hashes[first:end]
+        taken = self._take(hashes)
+        blocks = dict[bytes, int](zip(hashes, tracked.block_ids[first:end], strict=True))
+        records = [taken.records[one] for one in hashes if one in taken.records]
+        block_ids = [blocks[one] for one in hashes if one in taken.records]
         is_async = offer.way in (Way.BULK, Way.HYBRID)
         self._last_load_id += 1
         load_id = self._last_load_id
@@ -308,6 +352,8 @@ class PipelineScheduler:
                 record_runs(records, block_ids),
                 is_async,
                 None if split is None else split.num_blocks,
+                taken.fetches,
+                tuple(blocks[one] for one in taken.missing),
             )
         )
         self._open_loads[load_id] = _OpenLoad(
@@ -315,10 +361,19 @@ class PipelineScheduler:
             dict(zip(block_ids, records, strict=True)),
             is_async,
             split,
+            {one: taken.records[one] for one in taken.fetched},
         )
+        if self._files is not None and self._settings.may_save:
+            self._files.offer(hashes, request.block_hashes[first - 1] if first else None)
         tracked.is_loading = is_async
         if first == 0:
             tracked.num_settled = end  # all of it is stored: nothing is to be saved
+
+    def _take(self, block_hashes: Sequence[bytes]) -> Taken:
+        if self._files is not None:
+            return self._files.take(block_hashes)
+        records = self.index.pin(block_hashes)
+        return Taken(dict(zip(block_hashes, records, strict=True)), (), (), ())
 
     # ---------------------------------------------------------------- steps
 
@@ -353,6 +408,7 @@ class PipelineScheduler:
             fences=frozenset(orders.fences),
             release=frozenset(orders.release),
             shares=tuple(shares),
+            stores=() if self._files is None else self._files.take_orders(),
             lost_loads=frozenset(lost_loads),
             num_tokens=num_tokens,
             timed_pairs=_num_pairs(scheduler_output) if is_timed else None,
@@ -372,7 +428,7 @@ class PipelineScheduler:
         """Whether the worker side is to do something, or has something under way."""
         return bool(
             self._open_loads or self._shares or self._lost_loads or self._planner.has_orders
-        )
+        ) or (self._files is not None and self._files.has_orders)
 
     def _follow_computed(self, output: SchedulerOutput, before: Mapping[str, int]) -> None:
         """What the step computes may be saved, and may meet what is loaded from the back."""
@@ -425,7 +481,10 @@ class PipelineScheduler:
             if opened is not None and opened.split is not None:
                 opened.split.follow(share, has_ended=share.load_id in report.loaded)
         for load_id in report.loaded:
-            self._end_load(load_id, invalid)
+            self._end_load(load_id, invalid, report.unfetched)
+        if self._files is not None:
+            self._files.end_stores(report.stored)
+            self._fetch_rate.add(report.fetches)
         self._planner.allow(report.copied)
         self._planner.fail(report.failed)
         self._load_rate.add(report.loads)
@@ -441,13 +500,17 @@ class PipelineScheduler:
             tracked.num_settled = 0
             tracked.load_failed |= not invalid.isdisjoint(tracked.block_ids)
 
-    def _end_load(self, load_id: int, invalid: set[int]) -> None:
+    def _end_load(self, load_id: int, invalid: set[int], unfetched: frozenset[int]) -> None:
         """A load reads no record any more. What it loaded was used last of all only now, and its
         head still goes last."""
         opened = self._open_loads.pop(load_id, None)
         if opened is None:
             return
-        self.index.unpin(list(opened.records.values()))
+        fetched = set(opened.fetched.values())
+        self.index.unpin([record for record in opened.records.values() if record not in fetched])
+        if self._files is not None and opened.fetched:
+            parents = dict(zip(opened.prefix[1:], opened.prefix, strict=False))
+            self._files.settle(dict(opened.fetched), unfetched, parents)
         self.index.touch(opened.prefix)
         num_failed = len(opened.records.keys() & invalid)
         self._counter.add("blocks_loaded", max(0, opened.num_blocks - num_failed))
@@ -489,6 +552,13 @@ class PipelineScheduler:
         them any more."""
         self.index.clear()
         self._planner.distrust_all()
+        if self._files is not None:
+            self._files.forget()
+
+    def close(self, timeout_s: float) -> None:
+        """Look at no files any more."""
+        if self._files is not None:
+            self._files.close(timeout_s)
 
     def take_stats(self) -> PipelineStats | None:
         """What was counted since the last call; None if it is nothing."""

@@ -6,7 +6,7 @@ Nothing here waits for a GPU, but `handshake` and `close`. On a CPU a layer wait
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from interlace.connectors.pipeline.layer_pipeline import (
@@ -31,7 +31,9 @@ from interlace.connectors.pipeline.messages import (
 )
 from interlace.connectors.pipeline.options import PipelineOptions
 from interlace.connectors.pipeline.records import HostRecords
+from interlace.connectors.pipeline.worker_files import Fetching, FileWork, without_records
 from interlace.connectors.pipeline.worker_samples import StepSampler
+from interlace.connectors.slab_store.space import Space
 from interlace.engine.errors import ConnectorError
 from interlace.engine.ports import Lanes, LayerGates
 from interlace.layers.cuda_lanes import CudaLanes
@@ -63,11 +65,19 @@ class PipelineWorker:
         lanes: Lanes,
         *,
         window_bytes: int = DEFAULT_WINDOW_BYTES,
+        make_space: Callable[[int, int], Space] | None = None,
     ) -> None:
-        """`lanes` are for pages in host memory; for pages on a GPU, `register` makes streams.
+        """`lanes` are for pages in host memory, and for files; for pages on a GPU, `register` makes
+        streams.
 
-        `window_bytes`: see `LayerPipeline`.
+        `window_bytes`: see `LayerPipeline`. `make_space`: (number of layers, bytes of a page) ->
+        what a store of files is to hold; without it there is none.
         """
+        self._make_space = make_space
+        self._fetching: list[tuple[Load, Fetching]] = []
+        self._unsettled: list[tuple[int, Fetching]] = []  # loads that have ended but for this
+        self._failed_fetches: dict[int, set[int]] = {}  # by load
+        self._fetch_samples: list[LoadSample] = []
         self._options = options
         self._lanes = lanes
         self._window_bytes = window_bytes
@@ -108,7 +118,11 @@ class PipelineWorker:
             records.close()
             raise
         places = {name: layer for layer, name in enumerate(kv_caches)}
-        self._opened = _Opened(records, pipeline, places, StepSampler(pipeline.watch))
+        files = None
+        if self._make_space is not None:
+            space = self._make_space(len(layers), page_bytes)
+            files = FileWork(self._options, space, records.tensor.numpy(), self._lanes)
+        self._opened = _Opened(records, pipeline, places, StepSampler(pipeline.watch), files)
 
     def make_pipeline(
         self, records: torch.Tensor, layers: Sequence[torch.Tensor], lanes: Lanes
@@ -202,7 +216,11 @@ class PipelineWorker:
             self._step_loads.append(_StepLoad(within, pipelined))
         for load in metadata.loads:
             if load.is_async:
-                self._start_bulk(load)
+                self._start_beside(load)
+        if opened.files is not None:
+            for order in metadata.stores:
+                opened.files.store(order)
+        self._poll_fetches()
         for share in metadata.shares:
             self._follow(share)
         hurried = [one.transfer for one in self._bulk_loads if one.is_hurried]
@@ -218,12 +236,36 @@ class PipelineWorker:
         else:
             opened.sampler.begin(metadata.num_tokens, metadata.timed_pairs)
 
-    def _start_bulk(self, load: Load) -> None:
+    def _start_beside(self, load: Load) -> None:
+        """What it fetches comes first."""
+        files = self._open.files
+        if load.fetches and files is not None:
+            self._fetching.append((load, files.fetch(load.fetches)))
+        else:
+            self._start_bulk(load)
+
+    def _poll_fetches(self) -> None:
+        """Load what has been fetched."""
+        files = self._open.files
+        if files is None or not (self._fetching or self._unsettled):
+            return
+        files.poll()
+        ended = [pair for pair in self._fetching if pair[1].is_done]
+        self._fetching = [pair for pair in self._fetching if not pair[1].is_done]
+        for load, fetching in ended:
+            sample = files.sample(fetching)
+            if sample is not None:
+                self._fetch_samples.append(sample)
+            self._start_bulk(load, fetching)
+
+    def _start_bulk(self, load: Load, fetching: Fetching | None = None) -> None:
         pipeline = self._open.pipeline
+        failed = set() if fetching is None else fetching.failed
+        runs = without_records(load.runs, failed)
         try:
             if load.share is None:
                 transfer = pipeline.submit_bulk(
-                    load.runs, window_bytes=self._beside_bytes, begins_now=False
+                    runs, window_bytes=self._beside_bytes, begins_now=False
                 )
                 one = _BulkLoad(load, transfer)
             else:
@@ -235,6 +277,9 @@ class PipelineWorker:
             one = _BulkLoad(load, None, error)
         if one.transfer is not None:
             one.transfer.name = load.request_id
+        one.fetching = fetching
+        one.unfilled = set(load.missing) | _block_ids(load.runs) - _block_ids(runs)
+        self._failed_fetches[load.load_id] = failed
         self._bulk_loads.append(one)
 
     def _follow(self, share: Share) -> None:
@@ -271,7 +316,10 @@ class PipelineWorker:
 
     def advance(self) -> bool:
         """While this thread waits for the device: feed a little; whether there is more to do."""
-        return self._opened is not None and self._opened.pipeline.advance()
+        if self._opened is None:
+            return False
+        self._poll_fetches()
+        return self._opened.pipeline.advance() or bool(self._fetching)
 
     # ---------------------------------------------------------------- reports
 
@@ -280,11 +328,13 @@ class PipelineWorker:
 
         Blocks of loads that failed come out of `take_invalid` from then on.
         """
+        self._poll_fetches()
         self._open.pipeline.poll()
         sent, self._sent = self._sent, set()
         ended = [one for one in self._bulk_loads if one.is_done]
         self._bulk_loads = [one for one in self._bulk_loads if not one.is_done]
-        self._loaded |= {one.load.load_id for one in ended}
+        self._unsettled += [(one.load.load_id, one.fetching) for one in ended if one.fetching]
+        self._loaded |= {one.load.load_id for one in ended if not one.fetching}
         received = [one for one in ended if not one.is_lost]
         for one in received:
             self._invalid |= one.invalid()
@@ -305,6 +355,7 @@ class PipelineWorker:
         self._send_saves()
         opened.sampler.forget()  # a step without forward
         opened.pipeline.poll(Visit.BEHIND_FORWARD if self._has_forward else Visit.IDLE)
+        self._take_settled()
         if self._has_nothing_open:
             steps = opened.sampler.take()
             return PipelineReport(steps=steps) if steps else None
@@ -315,13 +366,34 @@ class PipelineWorker:
         for one in self._bulk_loads:
             shares += one.news()
         report = PipelineReport(copied, failed, loaded, tuple(shares), opened.sampler.take(), loads)
+        if opened.files is not None:
+            report = self._with_files(report, opened.files)
         return None if report == PipelineReport() else report
 
     @property
     def _has_nothing_open(self) -> bool:
         """Whether there is nothing to tell but how long steps took: in most steps."""
         loads = self._step_loads or self._bulk_loads or self._loaded or self._shares
-        return not (loads or self._saves or self._failed_saves)
+        files = self._open.files
+        reads = self._fetching or self._unsettled or self._fetch_samples
+        writes = files is not None and files.is_storing
+        return not (loads or self._saves or self._failed_saves or reads or writes)
+
+    def _take_settled(self) -> None:
+        """Loads whose reads will write into no record any more."""
+        settled = {load_id for load_id, fetching in self._unsettled if fetching.is_settled}
+        self._unsettled = [pair for pair in self._unsettled if pair[0] not in settled]
+        self._loaded |= settled
+
+    def _with_files(self, report: PipelineReport, files: FileWork) -> PipelineReport:
+        samples, self._fetch_samples = self._fetch_samples, []
+        failed = (self._failed_fetches.pop(load_id, set()) for load_id in report.loaded)
+        return dataclasses.replace(
+            report,
+            stored=files.take_stored(),
+            unfetched=frozenset().union(*failed),
+            fetches=tuple(samples),
+        )
 
     def _take_ended_saves(self) -> tuple[frozenset[int], frozenset[int]]:
         """(well, badly)."""
@@ -354,6 +426,8 @@ class PipelineWorker:
         opened, self._opened = self._opened, None
         if opened is not None:
             opened.pipeline.close(_CLOSE_S)
+            if opened.files is not None:
+                opened.files.close(_CLOSE_S)
             opened.records.close()
 
 
@@ -365,6 +439,7 @@ class _Opened(NamedTuple):
     layers: dict[str, int]
     """Name -> place in the records."""
     sampler: StepSampler
+    files: FileWork | None
 
 
 class _StepLoad:
@@ -396,6 +471,10 @@ class _BulkLoad:
     """Its blocks were handed on."""
     revision: int = 0
     """Of its share."""
+    fetching: Fetching | None = None
+    """What was read for it first."""
+    unfilled: set[int] = dataclasses.field(default_factory=set)
+    """Blocks for which nothing could be read."""
     _told: ShareReport | None = None
 
     @property
@@ -411,12 +490,12 @@ class _BulkLoad:
     def invalid(self) -> set[int]:
         """Blocks that it was to fill and did not, now that it is done."""
         if self.transfer is None:
-            return _block_ids(self.load.runs)
+            return _block_ids(self.load.runs) | self.unfilled
         if self.transfer.error is None:
-            return set()
+            return self.unfilled
         if isinstance(self.transfer, BackwardTransfer):
             return _block_ids(self.transfer.missing())
-        return _block_ids(self.load.runs)
+        return _block_ids(self.load.runs) | self.unfilled
 
     def news(self) -> list[ShareReport]:
         """How far a load from the back has come, if that is not what was said last, or is final."""

@@ -1,0 +1,198 @@
+"""What `interlace store` prints: lines, columns, sizes and ages, or JSON. Imports no torch."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from interlace.cli.screen import harmless, is_terminal
+from interlace.cli.store_arguments import SECONDS
+
+if TYPE_CHECKING:
+    from interlace.connectors.slab_store.inspection.reports import (
+        Collected,
+        FileReport,
+        Listing,
+        Prefix,
+        Removal,
+        Statistics,
+        Verification,
+    )
+
+HASH_DIGITS = 12
+_UNITS = (("TB", 10**12), ("GB", 10**9), ("MB", 10**6), ("kB", 10**3))
+_BAD, _REMOVED = "bad", "removed"
+
+
+def safe(text: str) -> str:
+    """Text on one line that cannot drive a terminal and can be encoded."""
+    one_line = harmless(text).replace("\n", "^J").replace("\t", "^I")
+    return one_line.encode("utf-8", "backslashreplace").decode("utf-8")
+
+
+def print_lines(lines: Iterable[str]) -> None:
+    """Print them, what went wrong in colour on a terminal."""
+    in_colour = is_terminal(sys.stdout)
+    for line in lines:
+        shown = safe(line)
+        if in_colour and line.startswith((f"{_BAD} ", "failed ")):
+            word, _, rest = shown.partition(" ")
+            shown = f"{typer.style(word, fg=typer.colors.RED)} {rest}"
+        typer.echo(shown)
+
+
+def print_json(**fields: Any) -> None:
+    """One object; reports in it become objects too."""
+    typer.echo(json.dumps(fields, indent=2, default=dataclasses.asdict))
+
+
+def report_fields(report: Collected | Verification) -> dict[str, Any]:
+    """Of a report, for `print_json`."""
+    return dataclasses.asdict(report)
+
+
+def removal_fields(removal: Removal) -> dict[str, Any]:
+    """Of a removal, with the bytes that it made free."""
+    return {**dataclasses.asdict(removal), "num_bytes": removal.num_bytes}
+
+
+def count(number: int, noun: str) -> str:
+    """As in "1 slab" or "2 slabs"."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def size_text(number: int) -> str:
+    """In powers of 1000, as sizes of disks are."""
+    for unit, factor in _UNITS:
+        if number >= factor:
+            return f"{number / factor:.1f} {unit}"
+    return f"{number} B"
+
+
+def age_text(since_ns: int, now_ns: int) -> str:
+    """In the largest unit that there are two of, but no less than seconds."""
+    seconds = max(0, now_ns - since_ns) // 10**9
+    for unit in ("d", "h", "m"):
+        if seconds >= 2 * SECONDS[unit]:
+            return f"{seconds // SECONDS[unit]}{unit}"
+    return f"{seconds}s"
+
+
+def _columns(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    """Rows as lines: the last column to the left, for names, and the others to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        cells = [cell.rjust(width) for cell, width in zip(row[:-1], widths, strict=False)]
+        yield "  ".join([*cells, row[-1]])
+
+
+def listing_lines(listing: Listing, shown: Sequence[Prefix], now_ns: int) -> Iterator[str]:
+    """`ls`: a table of the prefixes in `shown`, and what it does not show."""
+    heads = ("HASH", "TOKENS", "CHAINS", "BLOCKS", "BYTES", "AGE", "USED", "BLOCK", "DTYPE")
+    with_rank = any(one.world_size > 1 for one in shown)
+    rank_head = ("RANK",) if with_rank else ()
+    rows = [(*heads, *rank_head, "MODEL")]
+    for one in shown:
+        rank = (f"{one.rank}/{one.world_size}",) if with_rank else ()
+        rows.append((*_prefix_cells(one, now_ns), *rank, ", ".join(one.model_names)))
+    if shown:
+        yield from _columns(rows)
+    num_more = len(listing.prefixes) - len(shown)
+    if num_more:
+        yield f"{num_more} more that were used less recently: --limit shows them"
+    if not listing.prefixes:
+        yield "no prefixes are stored"
+    if listing.num_lost_blocks:
+        yield (
+            f"{count(listing.num_lost_blocks, 'block')} beside these whose prefix has begun with"
+            " blocks that are gone: found again once those are stored again"
+        )
+
+
+def _prefix_cells(one: Prefix, now_ns: int) -> tuple[str, ...]:
+    return (
+        one.first_hash[:HASH_DIGITS],
+        str(one.num_tokens),
+        str(one.num_leaves),
+        str(one.num_blocks),
+        size_text(one.num_bytes),
+        age_text(one.saved_ns, now_ns),
+        age_text(one.used_ns, now_ns),
+        str(one.block_size),
+        one.dtype,
+    )
+
+
+def statistics_lines(one: Statistics, now_ns: int) -> Iterator[str]:
+    """`stat`: of one space, or of all."""
+    names = ", ".join(one.model_names)
+    yield f"{one.folder or 'in all'}{f' ({names})' if one.folder and names else ''}"
+    pairs = [("digest of the model", one.model[:16])] if one.model else []
+    pairs += [
+        ("slabs", f"{one.num_slabs}, {one.num_written} of them with a living writer"),
+        ("records", f"{one.num_records}, {one.num_free_records} free in slabs that are written to"),
+        ("bytes of files", size_text(one.file_bytes)),
+        ("bytes of records", size_text(one.record_bytes)),
+    ]
+    if one.oldest_ns is not None and one.newest_ns is not None:
+        oldest, newest = age_text(one.oldest_ns, now_ns), age_text(one.newest_ns, now_ns)
+        pairs.append(("oldest and newest", f"saved {oldest} and {newest} ago"))
+    if one.num_being_made:
+        pairs.append(("being made", count(one.num_being_made, "slab")))
+    if one.num_leftovers:
+        size = size_text(one.leftover_bytes)
+        pairs.append(("leftovers", f"{one.num_leftovers}, {size}: interlace store gc removes them"))
+    pairs += [("left out", f"{file.name}: {file.reason}") for file in one.left_out]
+    for label, text in pairs:
+        yield f"  {label:20}{text}"
+
+
+def verification_lines(found: Verification) -> Iterator[str]:
+    """`verify`: a line for each flaw, and one with the counts."""
+    for one in found.flawed:
+        for flaw in one.flaws:
+            place = "" if flaw.record is None else f" record {flaw.record}"
+            yield f"{_BAD} {one.file.name}{place}: {flaw.reason}"
+    bad = [count(found.num_bad_records, "record")] if found.num_bad_records else []
+    bad += [count(found.num_bad_files, "whole file")] if found.num_bad_files else []
+    yield (
+        f"{count(found.num_slabs, 'slab')}, {count(found.num_records, 'record')},"
+        f" {size_text(found.num_bytes)} read: {' and '.join(bad) or 'none'} bad"
+    )
+
+
+def removal_lines(removal: Removal, with_them: str) -> Iterator[str]:
+    """`rm`, `verify --drop`: a line for each file, and one that ends with `with_them`."""
+    for file in removal.removed:
+        yield f"{_REMOVED} {file.name}"
+    for file in removal.written:
+        yield f"kept {file.name}: a process writes to it"
+    for one in removal.failed:
+        yield f"failed {one.file.name}: it cannot be removed ({one.reason})"
+    num_removed = len(removal.removed)
+    size = size_text(removal.num_bytes)
+    if num_removed:
+        yield f"{count(num_removed, 'file')} removed, {size}{with_them}"
+    else:
+        yield "nothing was removed"
+
+
+def collected_lines(done: Collected, now_ns: int, *, dry_run: bool) -> Iterator[str]:
+    """`gc`: a line for each file that went, or would go, and one with the counts."""
+    for file in done.removed:
+        yield f"{'would go' if dry_run else _REMOVED} {file.name}: {_file_facts(file, now_ns)}"
+    if done.removed:
+        verb = "would go" if dry_run else "removed"
+        yield f"{count(len(done.removed), 'file')} {verb}, {size_text(done.num_bytes)}"
+    else:
+        yield "nothing would go" if dry_run else "nothing was removed"
+
+
+def _file_facts(file: FileReport, now_ns: int) -> str:
+    what = "left over" if file.is_new else "used"
+    return f"{size_text(file.num_bytes)}, {what} {age_text(file.used_ns, now_ns)} ago"

@@ -1,0 +1,169 @@
+"""The worker side of a store of files: what is read before it is loaded, what is written behind.
+
+Host memory stands in between: a block is read into a record of it, and loaded from there; a block
+that was saved to a record is written from there. Device thread; files are read and written on
+lanes.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Container, Iterable
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from interlace.connectors.pipeline.messages import Fetch, LoadSample, RecordRun, StoreOrder
+from interlace.connectors.pipeline.options import PipelineOptions
+from interlace.connectors.slab_store.directory import Limits, SlabDirectory
+from interlace.connectors.slab_store.reading import OpenSlabs, Read, Reads
+from interlace.connectors.slab_store.slab_writer import NewRecord
+from interlace.connectors.slab_store.space import Space
+from interlace.connectors.slab_store.writing import Write, WriteBehind, WriteCounts
+from interlace.engine.errors import ConfigError
+from interlace.engine.ports import Lanes
+
+NUM_READ_LANES = 8
+"""On one NVIDIA H200's host eight threads read 30 GB/s from the page cache, and one 5."""
+_SHARE_OF_MEMORY = 4
+"""No more than this part of host memory waits to be written: else saves find no record."""
+
+
+def without_records(runs: Iterable[RecordRun], records: Container[int]) -> tuple[RecordRun, ...]:
+    """The same runs, but for blocks that would be loaded from one of `records`."""
+    left: list[RecordRun] = []
+    for record, block_id, num_blocks in runs:
+        kept = (i for i in range(num_blocks) if record + i not in records)
+        for _, group in itertools.groupby(enumerate(kept), lambda pair: pair[1] - pair[0]):
+            places = [place for _, place in group]
+            left.append(RecordRun(record + places[0], block_id + places[0], len(places)))
+    return tuple(left)
+
+
+class Fetching:
+    """Reads of one load."""
+
+    def __init__(self, fetches: Iterable[Fetch], reads: Iterable[Read], begun_s: float) -> None:
+        self._reads = dict(zip((one.record for one in fetches), reads, strict=True))
+        self._begun_s = begun_s
+
+    @property
+    def is_done(self) -> bool:
+        """Whether each has ended, well or badly."""
+        return all(read.is_done for read in self._reads.values())
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether none writes into its record any more."""
+        return all(read.is_settled for read in self._reads.values())
+
+    @property
+    def failed(self) -> set[int]:
+        """Records that were not read, now that it is done."""
+        return {record for record, read in self._reads.items() if read.error is not None}
+
+    def sample(self, record_bytes: int, now_s: float) -> LoadSample | None:
+        """How long it took, if it went well."""
+        if self.failed or not self._reads:
+            return None
+        return LoadSample(len(self._reads) * record_bytes, now_s - self._begun_s)
+
+
+class FileWork:
+    """See the module's docstring."""
+
+    def __init__(
+        self,
+        options: PipelineOptions,
+        space: Space,
+        records: npt.NDArray[np.uint8],
+        lanes: Lanes,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`records`: [num_records, num_layers, page_bytes]. Makes the store's directory.
+
+        Raises: `ConfigError` if the directory is something else, or cannot be used.
+        """
+        assert options.path is not None, "options say so"
+        limits = Limits(
+            capacity_bytes=options.capacity_bytes, min_free_bytes=options.min_free_bytes
+        )
+        directory = SlabDirectory(Path(options.path), limits)
+        try:
+            directory.prepare()
+        except OSError as error:
+            raise ConfigError(
+                f"the KV store cannot use {options.path} ({error.strerror or error}): give it a"
+                " directory that can be written to."
+            ) from error
+        self._records = records
+        self._clock = clock
+        self._slabs = OpenSlabs(directory.root / space.folder_name)
+        self._reads = Reads(
+            self._slabs,
+            lanes,
+            num_lanes=NUM_READ_LANES,
+            deadline_s=options.read_deadline_s,
+            clock=clock,
+        )
+        self._writes = WriteBehind(
+            directory,
+            space,
+            lanes.lane("write"),
+            slab_bytes=options.slab_bytes,
+            most_queued_bytes=max(space.record_bytes, records.nbytes // _SHARE_OF_MEMORY),
+            clock=clock,
+        )
+        self._open_writes: dict[int, Write] = {}
+
+    @property
+    def counts(self) -> WriteCounts:
+        """Of records that were to be written."""
+        return self._writes.counts
+
+    def fetch(self, fetches: tuple[Fetch, ...]) -> Fetching:
+        """Begin to read these."""
+        reads = [self._reads.read(one.place, self._row(one.record)) for one in fetches]
+        return Fetching(fetches, reads, self._clock())
+
+    def sample(self, fetching: Fetching) -> LoadSample | None:
+        """How long one took that is done, if it went well."""
+        return fetching.sample(self._records[0].nbytes, self._clock())
+
+    def store(self, order: StoreOrder) -> None:
+        """Begin to write these, or drop them if too much waits already."""
+        self._open_writes[order.store_id] = self._writes.write(
+            [
+                NewRecord(part.block_hash, part.parent_hash, self._row(part.record))
+                for part in order.parts
+            ]
+        )
+
+    def _row(self, record: int) -> npt.NDArray[np.uint8]:
+        row: npt.NDArray[np.uint8] = self._records[record].reshape(-1)
+        return row
+
+    def poll(self) -> None:
+        """Take note of what has ended, and give up on what hangs."""
+        self._reads.poll()
+
+    def take_stored(self) -> frozenset[int]:
+        """Orders that have ended since the last call."""
+        ended = frozenset(number for number, write in self._open_writes.items() if write.is_done)
+        for number in ended:
+            del self._open_writes[number]
+        return ended
+
+    @property
+    def is_storing(self) -> bool:
+        """Whether an order has not been taken as ended."""
+        return bool(self._open_writes)
+
+    def close(self, timeout_s: float) -> bool:
+        """Write what waits, read nothing more; False if that takes longer than `timeout_s`, each:
+        then records are not to be touched."""
+        has_written = self._writes.close(timeout_s)
+        return self._reads.close(timeout_s) and has_written

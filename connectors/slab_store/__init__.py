@@ -1,0 +1,14 @@
+"""KV blocks in slab files that processes share: format, writing, reading, room. No torch.
+
+    DIR/interlace-slabs.json                 says what DIR is, and in which version
+    DIR/<16 hex of what KV it holds>/        a space: KV that is equal for equal hashes
+        <when, and by whom>.slab             final size from creation; append-only; never changed
+        <when, and by whom>.slab.new         being made
+
+A slab is a header in clear text, an index, and records; a record is one block over all layers. A
+process writes to slabs of its own, and holds a lock on each while it does: `slab.py`,
+`slab_writer.py`. What lies where is looked up in memory, kept up to date by looks at the disk:
+`catalog.py`. Room is made by removing whole slabs, the least recently used first: `directory.py`.
+
+Nothing here is for the event loop, but for `Catalog`'s questions.
+"""

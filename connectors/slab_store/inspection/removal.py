@@ -1,0 +1,88 @@
+"""`rm`: which slabs are meant, and removing them, but for those that a process writes to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from interlace.connectors.slab_store.directory import SlabDirectory, SlabFile
+from interlace.connectors.slab_store.inspection.chains import Chains
+from interlace.connectors.slab_store.inspection.reports import (
+    Failure,
+    FileReport,
+    Removal,
+    Selection,
+)
+from interlace.connectors.slab_store.inspection.survey import Survey, by_folder, is_written
+
+DIGEST_DIGITS = 8
+"""So many of a model's digest name it: fewer may be a name with a slip in it."""
+
+
+def remove(directory: SlabDirectory, files: Iterable[FileReport]) -> Removal:
+    """Remove these, but for those that a living process writes to."""
+    removed: list[FileReport] = []
+    written: list[FileReport] = []
+    failed: list[Failure] = []
+    for file in files:
+        path = directory.root / file.name
+        try:
+            if is_written(path):
+                written.append(file)
+                continue
+            path.unlink()
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            failed.append(Failure(file=file, reason=error.strerror or str(error)))
+            continue
+        removed.append(file)
+    return Removal(removed=tuple(removed), written=tuple(written), failed=tuple(failed))
+
+
+def select_all(found: Survey) -> Selection:
+    """Every slab and leftover. Pure, as all that select."""
+    return _selection(found, lambda file: True)
+
+
+def select_older(found: Survey, before_ns: int) -> Selection:
+    """Slabs and leftovers that were not used since."""
+    return _selection(found, lambda file: file.used_ns < before_ns)
+
+
+def select_model(found: Survey, model: str) -> Selection:
+    """Slabs of the model of that name; if there is none, of digests that begin so.
+
+    A name may be short, a digest has at least `DIGEST_DIGITS`.
+    """
+    slabs = [slab for slab in found.slabs if slab.space.model_name == model]
+    if not slabs and len(model) >= DIGEST_DIGITS:
+        digits = model.lower()
+        slabs = [slab for slab in found.slabs if slab.space.identity.model.startswith(digits)]
+    paths = {slab.file.path for slab in slabs}
+    return _selection(found, lambda file: file.path in paths)
+
+
+def select_prefix(found: Survey, digits: str) -> Selection:
+    """Slabs that hold blocks of chains whose first block's hash begins with these hex digits."""
+    paths: set[Path] = set()
+    num_asked = 0
+    for slabs in by_folder(found.slabs).values():
+        chains = Chains(slabs)
+        roots = [one for one in chains.first if one.hex().startswith(digits.lower())]
+        hashes = {block_hash for root in roots for block_hash, _, _ in chains.walk(root)}
+        for slab in slabs:
+            num_held = sum(entry.block_hash in hashes for entry in slab.entries)
+            num_asked += num_held
+            if num_held:
+                paths.add(slab.file.path)
+    return _selection(found, lambda file: file.path in paths, num_asked)
+
+
+def _selection(
+    found: Survey, is_meant: Callable[[SlabFile], bool], num_asked: int | None = None
+) -> Selection:
+    files = tuple(file for file in found.files if is_meant(file))
+    num_records = sum(len(slab.entries) for slab in found.slabs if is_meant(slab.file))
+    num_other = 0 if num_asked is None else num_records - num_asked
+    return Selection(files=files, num_records=num_records, num_other_records=num_other)

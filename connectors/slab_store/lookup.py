@@ -1,0 +1,153 @@
+"""What is stored, for the event loop: answers from memory, looks at the disk on a lane.
+
+A look is begun by questions, when the last one is older than `refresh_s`: nothing looks while
+nobody asks, and nobody waits for a look. So what others store is found with the second question
+after that, at the latest.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+
+from interlace.connectors.slab_store.catalog import Catalog, Place
+from interlace.connectors.slab_store.writing import StoredPlace
+from interlace.engine.errors import LaneClosedError, LaneFullError
+from interlace.engine.ports import Gate, Lane
+
+logger = logging.getLogger(__name__)
+
+MOST_SEEN = 1 << 20
+"""Blocks whose uses are counted; the oldest are forgotten."""
+
+
+class StoredBlocks:
+    """One thread, the event loop. Never waits, but for `close`."""
+
+    def __init__(
+        self,
+        catalog: Catalog,
+        lane: Lane,
+        *,
+        refresh_s: float = 0.5,
+        threshold: int = 1,
+        clock: Callable[[], float] = time.monotonic,
+        now_ns: Callable[[], int] = time.time_ns,
+    ) -> None:
+        """Begins the first look. `threshold`: a block is worth storing at its so manieth use.
+        `now_ns` is since the epoch."""
+        self._now_ns = now_ns
+        self._catalog = catalog
+        self._lane = lane
+        self._refresh_s = refresh_s
+        self._threshold = threshold
+        self._clock = clock
+        self._looked_s = float("-inf")
+        self._look: Gate | None = None
+        self._being_stored: set[bytes] = set()
+        self._forgotten: set[bytes] = set()
+        """Blocks that were being stored then, and are not found until they are stored again."""
+        self._uses: OrderedDict[bytes, int] = OrderedDict()
+        self._places: dict[bytes, Place] = {}
+        self.refresh()
+
+    @property
+    def is_looking(self) -> bool:
+        """Whether a look is under way."""
+        return self._look is not None and not self._look.query()
+
+    def refresh(self) -> None:
+        """Begin a look, if it is time for one."""
+        now_s = self._clock()
+        if now_s - self._looked_s < self._refresh_s or self.is_looking:
+            return
+        if self._look is not None and self._look.error is not None:
+            logger.warning("the store cannot be looked at: %s", self._look.error)
+        self._looked_s = now_s
+        try:
+            self._look = self._lane.submit(self._catalog.look)
+        except (LaneFullError, LaneClosedError) as error:
+            logger.warning("the store is not looked at: %s", error)
+
+    # ---------------------------------------------------------------- loads
+
+    def __contains__(self, block_hash: bytes) -> bool:
+        """Whether the block is stored, as far as is known."""
+        return block_hash in self._catalog and block_hash not in self._forgotten
+
+    def num_stored(self, block_hashes: Sequence[bytes]) -> int:
+        """How many of these, from the first on, are stored."""
+        self.refresh()
+        return sum(1 for _ in itertools.takewhile(self.__contains__, block_hashes))
+
+    def places(self, block_hashes: Sequence[bytes]) -> list[StoredPlace] | None:
+        """Where these lie, for a load of them; None if one has gone meanwhile. They count as used,
+        here and for all who share the store."""
+        found: list[StoredPlace] = []
+        for block_hash in block_hashes:
+            place = self._catalog.find(block_hash)
+            if place is None or block_hash in self._forgotten:
+                return None
+            self._places[block_hash] = place
+            found.append(
+                StoredPlace(place.slab.path.name, place.entry.record, place.entry.checksum)
+            )
+        self._catalog.use(block_hashes)
+        return found
+
+    def end_load(self, block_hashes: Sequence[bytes], *, failed: Sequence[bytes] = ()) -> None:
+        """A load that asked for their places has ended; these of them could not be read, and are
+        not found again where they lay."""
+        for block_hash in block_hashes:
+            place = self._places.pop(block_hash, None)
+            if place is not None and block_hash in failed:
+                self._catalog.forget(block_hash, place)
+
+    def forget_all(self) -> None:
+        """Nothing that is stored, or being stored, by now is found before it is stored again. Files
+        stay: others may use them."""
+        self._catalog.forget_before(self._now_ns())
+        self._forgotten.update(self._being_stored)
+
+    def wait_for_look(self, timeout_s: float) -> bool:
+        """For who may wait: until the look under way has ended; False if that takes longer."""
+        return self._look is None or self._look.wait(timeout_s)
+
+    # ---------------------------------------------------------------- stores
+
+    def wants(self, block_hash: bytes) -> bool:
+        """Whether the block is to be stored now that it is used once more."""
+        if block_hash in self._being_stored or block_hash in self:
+            return False
+        if self._threshold <= 1:
+            return True
+        uses = self._uses.pop(block_hash, 0) + 1
+        if uses >= self._threshold:
+            return True
+        self._uses[block_hash] = uses
+        if len(self._uses) > MOST_SEEN:
+            self._uses.popitem(last=False)
+        return False
+
+    def begin_store(self, block_hashes: Sequence[bytes]) -> None:
+        """These are being stored: nobody else is to do it."""
+        self._being_stored.update(block_hashes)
+        self._forgotten.difference_update(block_hashes)
+
+    def end_store(self, block_hashes: Sequence[bytes]) -> None:
+        """That has ended, well or badly. A look that is begun from now on finds what is stored."""
+        self._being_stored.difference_update(block_hashes)
+        self._looked_s = float("-inf")
+
+    def close(self, timeout_s: float) -> bool:
+        """Look no more, and let go of the files; False if a look takes longer than `timeout_s`."""
+        has_ended = self._lane.close(timeout_s)
+        if has_ended:
+            self._catalog.close()
+        return has_ended
+
+    def __repr__(self) -> str:
+        return f"<StoredBlocks {len(self._catalog)} being stored={len(self._being_stored)}>"

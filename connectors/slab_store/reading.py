@@ -1,0 +1,213 @@
+"""Reads records from slabs into memory, on lanes that may hang.
+
+Each record is one work, on the lane that has least to do; works of a lane run in order. What a read
+brings is checked before it counts. A lane on which nothing ends for the deadline is given up: all
+of its reads have failed, and later ones go to a fresh lane. The read under way there may still
+write into its buffer, whenever the system lets go of it: so a read is *settled*, and its buffer may
+be used again, only when its call has returned.
+
+All methods are for one thread; works run on the lanes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from interlace.connectors.slab_store.layout import NO_PARENT, DamagedSlabError, Entry
+from interlace.connectors.slab_store.slab import Slab
+from interlace.connectors.slab_store.writing import StoredPlace
+from interlace.engine.errors import ConnectorError, LaneClosedError, LaneFullError
+from interlace.engine.ports import Gate, Lane, Lanes
+from interlace.layers.lane_queue import without_frames
+
+MOST_OPEN = 64
+"""Slabs that are read from: a process may have a thousand files by default."""
+
+
+class OpenSlabs:
+    """Slabs of one folder that were read from lately, by name. Any thread."""
+
+    def __init__(self, folder: Path) -> None:
+        """Opens nothing yet."""
+        self._folder = folder
+        self._slabs: dict[str, Slab] = {}  # those used last come last
+        self._lock = threading.Lock()
+
+    def get(self, name: str) -> Slab:
+        """Open it, unless it is, and let go of others that were not used for longer than
+        `MOST_OPEN`. Raises: `OSError`, `DamagedSlabError`."""
+        with self._lock:
+            slab = self._slabs.pop(name, None)
+            if slab is not None:
+                self._slabs[name] = slab
+                return slab
+        opened = Slab.open(self._folder / name)
+        with self._lock:
+            slab = self._slabs.setdefault(name, opened)  # another lane may have been faster
+            oldest = list(self._slabs.values())[:-MOST_OPEN]
+            for one in oldest:
+                del self._slabs[one.path.name]
+        for one in (*oldest, *([] if slab is opened else [opened])):
+            one.close()
+        return slab
+
+    def tidy(self) -> None:
+        """Let go of those that were removed, so that their room is free. Blocking."""
+        for name, slab in list(self._slabs.items()):
+            with contextlib.suppress(OSError):
+                if not slab.is_removed:
+                    continue
+            with self._lock:
+                self._slabs.pop(name, None)
+            slab.close()
+
+    def close(self) -> None:
+        """Let go of all. May be repeated."""
+        while self._slabs:
+            _, slab = self._slabs.popitem()
+            slab.close()
+
+
+class Read:
+    """One record on its way. `Reads` makes it."""
+
+    def __init__(self, place: StoredPlace) -> None:
+        self.place = place
+        self.error: BaseException | None = None
+        """Why it failed; None until it has."""
+        self._gate: Gate | None = None
+
+    def follow(self, gate: Gate) -> None:
+        """For `Reads`: it ends with this."""
+        self._gate = gate
+
+    def fail(self, error: BaseException) -> None:
+        """For `Reads`: nothing comes of it."""
+        self.error = self.error or error
+
+    @property
+    def is_done(self) -> bool:
+        """Whether it has ended, well or badly."""
+        return self.error is not None or self.is_settled
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether it writes into its buffer no more."""
+        return self._gate is None or self._gate.query()
+
+
+class _ReadLane:
+    """A lane, and what is on it."""
+
+    def __init__(self, lane: Lane, now_s: float) -> None:
+        self.lane = lane
+        self.reads: deque[Read] = deque()
+        self.since_s = now_s
+        """Nothing has ended since then."""
+
+
+class Reads:
+    """See the module's docstring."""
+
+    def __init__(
+        self,
+        slabs: OpenSlabs,
+        lanes: Lanes,
+        *,
+        num_lanes: int,
+        deadline_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`deadline_s`: how long the oldest read of a lane may take, by `clock`, in seconds."""
+        self._slabs = slabs
+        self._lanes = lanes
+        self._deadline_s = deadline_s
+        self._clock = clock
+        self._busy = [self._make_lane() for _ in range(num_lanes)]
+        self._stuck: list[_ReadLane] = []
+
+    def _make_lane(self) -> _ReadLane:
+        return _ReadLane(self._lanes.lane("read"), self._clock())
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no read is under way, not even one that was given up."""
+        self.poll()
+        return not self._stuck and not any(one.reads for one in self._busy)
+
+    def read(self, place: StoredPlace, buffer: npt.NDArray[np.uint8]) -> Read:
+        """Read a record into `buffer`, uint8 [record_bytes], contiguous, which is nobody else's
+        until the read is settled. Never raises: see `Read.error`."""
+        self.poll()
+        one = Read(place)
+        lane = min(self._busy, key=lambda busy: len(busy.reads))
+        if not lane.reads:
+            lane.since_s = self._clock()
+        try:
+            gate = lane.lane.submit(lambda: self._run(one, buffer))
+        except (LaneFullError, LaneClosedError) as error:
+            one.fail(error)
+            return one
+        one.follow(gate)
+        lane.reads.append(one)
+        return one
+
+    def poll(self) -> None:
+        """Take note of what has ended, and give up on lanes that hang. Never waits."""
+        now_s = self._clock()
+        self._stuck = [one for one in self._stuck if not _settle(one)]
+        for number, lane in enumerate(self._busy):
+            if _settle(lane, now_s) or now_s - lane.since_s < self._deadline_s:
+                continue
+            self._give_up(lane)
+            self._busy[number] = self._make_lane()
+
+    def _give_up(self, lane: _ReadLane) -> None:
+        error = ConnectorError(
+            f"nothing was read for {self._deadline_s:g} s: what was to be loaded is computed"
+            " instead. Does the store's file system hang?"
+        )
+        for one in lane.reads:
+            one.fail(error)
+        lane.lane.close(0.0)  # what has not begun never does
+        self._stuck.append(lane)
+
+    def close(self, timeout_s: float) -> bool:
+        """Begin nothing more; False if what has begun takes longer than `timeout_s`."""
+        until_s = self._clock() + timeout_s
+        ended = [
+            one.lane.close(max(0.0, until_s - self._clock())) for one in (*self._busy, *self._stuck)
+        ]
+        self._slabs.close()
+        return all(ended)
+
+    def _run(self, one: Read, buffer: npt.NDArray[np.uint8]) -> None:
+        """On a lane."""
+        if one.error is not None:
+            return
+        place = one.place
+        entry = Entry(place.record, NO_PARENT, NO_PARENT, place.checksum, 0)
+        try:
+            slab = self._slabs.get(place.slab)
+            if slab.header.shape.record_bytes != buffer.nbytes:
+                raise DamagedSlabError(f"{place.slab} has records of another size")
+            slab.read(entry, buffer)
+        except Exception as error:  # noqa: BLE001 - whatever it is, nothing has come
+            one.fail(without_frames(error, "of a read"))
+
+
+def _settle(lane: _ReadLane, now_s: float | None = None) -> bool:
+    """Take note of what has ended; whether all has. `now_s`: what time it is, to note that too."""
+    while lane.reads and lane.reads[0].is_settled:
+        lane.reads.popleft()
+        if now_s is not None:
+            lane.since_s = now_s
+    return not lane.reads

@@ -1,0 +1,105 @@
+"""A slab that is written: made whole, then added to, never changed.
+
+A record is written first, then its entry: so who is killed in between leaves a record that nobody
+knows. The lock says that there is a writer, and goes with the process, however that ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from interlace.connectors.slab_store.checksum import checksum
+from interlace.connectors.slab_store.files import write_at
+from interlace.connectors.slab_store.layout import NO_PARENT, Entry, SlabHeader, pack_entries
+from interlace.connectors.slab_store.slab import SUFFIX
+
+NEW_SUFFIX = ".new"
+
+
+class NewRecord(NamedTuple):
+    """A block on its way to a slab."""
+
+    block_hash: bytes
+    parent_hash: bytes | None
+    data: npt.NDArray[np.uint8]
+    """[record_bytes], contiguous."""
+
+
+class SlabWriter:
+    """Blocking file I/O: never on the event loop. One thread at a time."""
+
+    def __init__(self, path: Path, fd: int, header: SlabHeader, now_ns: Callable[[], int]) -> None:
+        """For `create`."""
+        self.path = path
+        self.header = header
+        self._fd = fd
+        self._now_ns = now_ns
+        self._num_written = 0
+
+    @classmethod
+    def create(
+        cls, folder: Path, header: SlabHeader, now_ns: Callable[[], int] = time.time_ns
+    ) -> Self:
+        """A slab of its final size in `folder`, which exists. `now_ns` is since the epoch.
+
+        Raises: `OSError`; then nothing is left, if that can be had.
+        """
+        path = folder / f"{now_ns():016x}-{secrets.token_hex(4)}{SUFFIX}"
+        new = path.with_name(path.name + NEW_SUFFIX)
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
+        fd = os.open(new, flags, 0o600)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX)
+            os.posix_fallocate(fd, 0, header.shape.file_bytes)
+            write_at(fd, [memoryview(header.to_bytes())], 0)
+            new.rename(path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                new.unlink()
+            os.close(fd)
+            raise
+        return cls(path, fd, header, now_ns)
+
+    @property
+    def num_free(self) -> int:
+        """Records that may still be added: none after an error."""
+        return self.header.shape.num_records - self._num_written
+
+    def add(self, records: Sequence[NewRecord]) -> list[Entry]:
+        """Write these, at most `num_free`, and publish them: others may find them from then on.
+
+        Raises: `OSError`. Then some of them may be there, and nothing may be added any more.
+        """
+        assert 0 < len(records) <= self.num_free
+        # Full until it has gone well: what an error leaves is not known, nor ever written over.
+        first, self._num_written = self._num_written, self.header.shape.num_records
+        entries = self._write(records, first)
+        self._num_written = first + len(records)
+        return entries
+
+    def _write(self, records: Sequence[NewRecord], first: int) -> list[Entry]:
+        shape = self.header.shape
+        entries: list[Entry] = []
+        for place, one in enumerate(records, first):
+            assert one.data.nbytes == shape.record_bytes
+            write_at(self._fd, [one.data.reshape(-1).data], shape.record_at(place))
+            parent = NO_PARENT if one.parent_hash is None else one.parent_hash
+            entries.append(Entry(place, one.block_hash, parent, checksum(one.data), self._now_ns()))
+        write_at(self._fd, [memoryview(pack_entries(entries))], shape.entry_at(first))
+        return entries
+
+    def close(self) -> None:
+        """Seal it: nothing is added any more, by anybody. May be repeated."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)  # and with it goes the lock

@@ -1,0 +1,272 @@
+"""PipelineConnector with a store of files, in real engines: restarts, damage, limits, hangs."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import random
+import threading
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+from deep_model import deep_model
+from pipeline_kit import BLOCK_SIZE, PATIENCE_S, RECORD_BYTES, ask, forget_on_device, some_tokens
+from tiny_model import plain_answer
+
+from interlace import AsyncEngine, EngineConfig, KVTransferConfig, SamplingParams
+from interlace.connectors.slab_store import directory, slab_writer
+from interlace.connectors.slab_store import slab as slabs
+from interlace.connectors.slab_store.files import read_at
+from interlace.engine.errors import ConfigError
+from interlace.engine.outputs import Completion
+from interlace.layers.checkpoint import LoadedModel
+
+PROMPT = some_tokens(0, 10 * BLOCK_SIZE + 3)
+
+
+@asynccontextmanager
+async def engine_of(
+    folder: Path,
+    model: LoadedModel | None = None,
+    *,
+    depth: int = 1,
+    num_records: int = 200,
+    kv_role: Literal["kv_both", "kv_producer", "kv_consumer"] = "kv_both",
+    policy: Literal["fail", "recompute"] = "recompute",
+    block_size: int = BLOCK_SIZE,
+    **options: Any,
+) -> AsyncIterator[AsyncEngine]:
+    config = EngineConfig(
+        block_size=block_size,
+        num_gpu_blocks_override=61,
+        skip_tokenizer_init=True,
+        max_inflight_steps=depth,
+        max_num_batched_tokens=32,
+        kv_transfer_config=KVTransferConfig(
+            kv_connector="PipelineConnector",
+            kv_role=kv_role,
+            kv_load_failure_policy=policy,
+            kv_connector_extra_config={
+                "store": "file",
+                "path": str(folder),
+                "slab_bytes": 1 << 16,
+                "min_free_bytes": 0,
+                "load_mode": "bulk",
+                "host_bytes": num_records * RECORD_BYTES,
+                **options,
+            },
+        ),
+    )
+    model = model or deep_model()
+    async with asyncio.timeout(2 * PATIENCE_S), AsyncEngine.from_loaded(config, model) as engine:
+        yield engine
+
+
+def right(model: LoadedModel, prompt: Sequence[int], done: Completion) -> None:
+    assert list(done.token_ids) == plain_answer(model, list(prompt), len(done.token_ids))
+
+
+async def stored(folder: Path, prompt: Sequence[int] = PROMPT, **options: Any) -> None:
+    """An engine computes the prompt, and ends."""
+    async with engine_of(folder, **options) as engine:
+        right(deep_model(), prompt, await ask(engine, prompt, 3))
+        await forget_on_device(engine)
+
+
+def num_external(done: Completion) -> int:
+    assert done.usage is not None
+    return done.usage.num_external_cached_tokens
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("load_mode", ["auto", "bulk", "layerwise", "hybrid"])
+async def test_a_restarted_engine_finds_what_was_stored(
+    load_mode: str, depth: int, tmp_path: Path
+) -> None:
+    folder, model = tmp_path / "kv", deep_model()
+    await stored(folder)
+    async with engine_of(folder, load_mode=load_mode, depth=depth) as engine:
+        done = await ask(engine, PROMPT, 5)
+        right(model, PROMPT, done)
+        assert num_external(done) == 10 * BLOCK_SIZE
+        await forget_on_device(engine)
+        again = await ask(engine, PROMPT, 5)
+        right(model, PROMPT, again)
+        assert num_external(again) > 0 or load_mode == "auto", "from memory now"
+
+
+@pytest.mark.parametrize("policy", ["fail", "recompute"])
+@pytest.mark.parametrize("seed", range(4))
+async def test_a_flipped_bit_is_computed_and_serves_nobody(
+    seed: int, policy: Literal["fail", "recompute"], tmp_path: Path
+) -> None:
+    folder, model, draw = tmp_path / "kv", deep_model(), random.Random(seed)
+    await stored(folder)
+    (path,) = folder.glob("*/*.slab")
+    with slabs.Slab.open(path) as slab:
+        entry = draw.choice(slab.look())
+        offset = slab.header.shape.record_at(entry.record) + draw.randrange(RECORD_BYTES)
+    data = bytearray(path.read_bytes())
+    data[offset] ^= 1 << draw.randrange(8)
+    path.write_bytes(data)
+    async with engine_of(folder, policy=policy) as engine:
+        done = await ask(engine, PROMPT, 5)
+        if policy == "recompute":
+            right(model, PROMPT, done)
+        else:
+            assert done.error is not None
+        await forget_on_device(engine)
+        again = await ask(engine, PROMPT, 5)
+        right(model, PROMPT, again)
+    async with engine_of(folder) as engine:
+        right(model, PROMPT, await ask(engine, PROMPT, 5))
+
+
+@pytest.mark.parametrize("what", ["removed", "cut off", "emptied"])
+async def test_files_that_go_under_a_running_engine(what: str, tmp_path: Path) -> None:
+    folder, model = tmp_path / "kv", deep_model()
+    await stored(folder)
+    async with engine_of(folder) as engine:
+        (path,) = folder.glob("*/*.slab")
+        if what == "removed":
+            path.unlink()
+        else:
+            os.truncate(path, 0 if what == "emptied" else path.stat().st_size // 2)
+        right(model, PROMPT, await ask(engine, PROMPT, 5))
+        await forget_on_device(engine)
+        right(model, PROMPT, await ask(engine, PROMPT, 5))
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO, errno.EACCES])
+async def test_a_disk_that_takes_nothing_more(
+    code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(slab_writer, "write_at", fail)
+    await stored(tmp_path / "kv")
+    monkeypatch.undo()
+    async with engine_of(tmp_path / "kv") as engine:
+        done = await ask(engine, PROMPT, 3)
+        right(deep_model(), PROMPT, done)
+        assert num_external(done) == 0
+
+
+async def test_a_directory_that_cannot_be_used_is_named_before_the_first_request(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "kv").mkdir()
+    (tmp_path / "kv" / "photos").mkdir()
+    with pytest.raises(ConfigError, match="holds other things than a store of slabs"):
+        async with engine_of(tmp_path / "kv"):
+            pass
+    (tmp_path / "file").write_text("no directory")
+    with pytest.raises(ConfigError, match=r"give the store another one"):
+        async with engine_of(tmp_path / "file" / "kv"):
+            pass
+
+
+async def test_a_read_that_hangs_costs_a_recompute_and_the_engine_ends_in_spite_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, model = tmp_path / "kv", deep_model()
+    await stored(folder)
+    may_go_on = threading.Event()
+
+    def hang(fd: int, buffer: memoryview, offset: int) -> int:
+        if len(buffer) == RECORD_BYTES:
+            may_go_on.wait(PATIENCE_S)
+        return read_at(fd, buffer, offset)
+
+    async with engine_of(folder, read_deadline_s=0.2) as engine:
+        monkeypatch.setattr(slabs, "read_at", hang)
+        done = await ask(engine, PROMPT, 5)
+        right(model, PROMPT, done)
+        other = some_tokens(5, 20)
+        right(model, other, await ask(engine, other, 4))
+        may_go_on.set()
+        await forget_on_device(engine)
+        right(model, PROMPT, await ask(engine, PROMPT, 5))
+
+
+async def test_two_engines_share_a_directory(tmp_path: Path) -> None:
+    folder, model = tmp_path / "kv", deep_model()
+    async with engine_of(folder) as first, engine_of(folder) as second:
+        right(model, PROMPT, await ask(first, PROMPT, 3))
+        for _ in range(100):
+            await forget_on_device(second)
+            done = await ask(second, PROMPT, 3)
+            right(model, PROMPT, done)
+            if num_external(done):
+                break
+            await asyncio.sleep(0.1)
+        assert num_external(done) == 10 * BLOCK_SIZE
+
+
+@pytest.mark.parametrize("other", ["model", "block_size", "salt"])
+async def test_what_is_not_the_same_misses(other: str, tmp_path: Path) -> None:
+    folder = tmp_path / "kv"
+    await stored(folder)
+    model = deep_model(5) if other == "model" else deep_model()
+    block_size = 2 * BLOCK_SIZE if other == "block_size" else BLOCK_SIZE
+    async with engine_of(folder, model, block_size=block_size, num_records=400) as engine:
+        params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+        salt = "somebody else" if other == "salt" else None
+        done = await engine.complete(list(PROMPT), params, cache_salt=salt)
+        right(model, PROMPT, done)
+        assert num_external(done) == 0
+
+
+async def test_a_producer_loads_nothing_and_a_consumer_stores_nothing(tmp_path: Path) -> None:
+    folder, model = tmp_path / "kv", deep_model()
+    async with engine_of(folder, kv_role="kv_consumer") as engine:
+        right(model, PROMPT, await ask(engine, PROMPT, 3))
+        await forget_on_device(engine)
+    assert not list(folder.glob("*/*.slab"))
+    await stored(folder, kv_role="kv_producer")
+    assert list(folder.glob("*/*.slab"))
+    async with engine_of(folder, kv_role="kv_producer") as engine:
+        assert num_external(await ask(engine, PROMPT, 3)) == 0
+    async with engine_of(folder, kv_role="kv_consumer") as engine:
+        assert num_external(await ask(engine, PROMPT, 3)) == 10 * BLOCK_SIZE
+
+
+@pytest.mark.parametrize("seed", range(3))
+async def test_a_small_memory_and_a_small_store_still_give_right_answers(
+    seed: int, tmp_path: Path
+) -> None:
+    """Both evict all the time."""
+    folder, model, draw = tmp_path / "kv", deep_model(), random.Random(seed)
+    prefixes = [some_tokens(n % 3, 40)[: draw.randrange(12, 40)] for n in range(9)]
+    prompts = [prefix + some_tokens(n, 6) for n, prefix in enumerate(prefixes)]
+    for _ in range(2):
+        async with engine_of(
+            folder, depth=1 + seed % 2, num_records=24, capacity_bytes=3 << 16
+        ) as engine:
+            for _ in range(12):
+                asked = draw.sample(prompts, 3)
+                answers = await asyncio.gather(*(ask(engine, prompt, 4) for prompt in asked))
+                for prompt, done in zip(asked, answers, strict=True):
+                    right(model, prompt, done)
+                await forget_on_device(engine)
+    held = sum(path.stat().st_size for path in folder.glob("*/*.slab"))
+    assert held <= 3 << 16
+    owner = directory.SlabDirectory(folder, directory.Limits())
+    assert await asyncio.to_thread(owner.collect) == []
+
+
+async def test_at_its_second_use(tmp_path: Path) -> None:
+    folder = tmp_path / "kv"
+    async with engine_of(folder, store_threshold=2) as engine:
+        await ask(engine, PROMPT, 3)
+        await forget_on_device(engine)
+        assert not list(folder.glob("*/*.slab"))
+        await ask(engine, PROMPT, 3)
+        await forget_on_device(engine)
+    async with engine_of(folder) as engine:
+        assert num_external(await ask(engine, PROMPT, 3)) == 10 * BLOCK_SIZE

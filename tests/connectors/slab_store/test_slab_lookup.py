@@ -1,0 +1,185 @@
+"""What the event loop knows of a store: looks on a lane, places, thresholds."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from pathlib import Path
+
+import pytest
+from slab_writing_kit import PATIENCE_S, SPACE, WritingKit, block_hash
+
+from interlace.connectors.slab_store.catalog import Catalog
+from interlace.connectors.slab_store.lookup import StoredBlocks
+from interlace.layers.lanes import ThreadLanes
+from interlace.layers.virtual_lanes import VirtualLanes
+
+
+@dataclasses.dataclass
+class World:
+    """A store, somebody who writes to it, and somebody who asks."""
+
+    kit: WritingKit
+    writing: VirtualLanes
+    asking: VirtualLanes
+    stored: StoredBlocks
+    now_s: list[float]
+
+    def write(self, *numbers: int) -> None:
+        self.kit.write(*numbers)
+        self.writing.drain()
+
+    def ask(self, *numbers: int) -> int:
+        return self.stored.num_stored([block_hash(number) for number in numbers])
+
+
+def world(root: Path, *, threshold: int = 1) -> World:
+    writing, asking = (VirtualLanes(n, "lazy", polls_per_work=1_000_000) for n in range(2))
+    kit = WritingKit(root, writing.lane("write"))
+    now_s = [0.0]
+    stored = StoredBlocks(
+        Catalog(kit.folder, SPACE),
+        asking.lane("look"),
+        threshold=threshold,
+        clock=lambda: now_s[0],
+    )
+    return World(kit, writing, asking, stored, now_s)
+
+
+def test_looks_are_begun_by_questions_and_never_waited_for(tmp_path: Path) -> None:
+    one = world(tmp_path)
+    one.write(0, 1)
+    assert one.ask(0, 1) == 0, "the first look is under way"
+    assert len(one.asking.pending) == 1
+    one.asking.drain()
+    assert one.ask(0, 1, 2) == 2
+    one.write(2)
+    assert not one.asking.pending, "it is not time yet"
+    one.now_s[0] = 0.5
+    assert one.ask(0, 1, 2) == 2
+    assert len(one.asking.pending) == 1
+    assert one.ask(0, 1, 2) == 2
+    assert len(one.asking.pending) == 1, "one at a time"
+    one.asking.drain()
+    assert one.ask(0, 1, 2, 3) == 3
+    assert one.ask(7, 0) == 0, "from the first one on"
+
+
+def test_places_are_those_that_were_written(tmp_path: Path) -> None:
+    one = world(tmp_path)
+    write = one.kit.write(0, 1, 2, 3)
+    one.writing.drain()
+    one.asking.drain()
+    hashes = [block_hash(number) for number in range(4)]
+    assert one.stored.places(hashes) == list(write.places)
+    assert one.stored.places([*hashes, block_hash(4)]) is None
+
+
+def test_what_could_not_be_read_is_not_found_again(tmp_path: Path) -> None:
+    one = world(tmp_path)
+    one.write(0, 1, 2)
+    one.asking.drain()
+    hashes = [block_hash(number) for number in range(3)]
+    assert one.stored.places(hashes) is not None
+    one.stored.end_load(hashes, failed=[hashes[1]])
+    for _ in range(3):
+        assert one.ask(0, 1, 2) == 1
+        one.now_s[0] += 1
+        one.asking.drain()
+    assert one.stored.wants(hashes[1]), "it may be stored again"
+    one.write(1)
+    one.now_s[0] += 1
+    one.ask(0)
+    one.asking.drain()
+    assert one.ask(0, 1, 2) == 3
+
+
+def test_a_slab_that_goes_takes_its_blocks_along(tmp_path: Path) -> None:
+    one = world(tmp_path)
+    one.write(0, 1, 2, 3)
+    one.asking.drain()
+    assert one.ask(0, 1, 2, 3) == 4
+    oldest = one.kit.directory.slabs()[0]
+    assert one.stored.places([block_hash(0)]) is not None
+    oldest.path.unlink()
+    one.now_s[0] += 1
+    one.ask(0)
+    one.asking.drain()
+    assert [one.ask(number) for number in range(4)] == [0, 0, 0, 1]
+    one.stored.end_load([block_hash(0)], failed=[block_hash(0)])
+
+
+@pytest.mark.parametrize("threshold", [1, 2, 3])
+def test_a_block_is_worth_storing_at_its_so_manieth_use(threshold: int, tmp_path: Path) -> None:
+    one = world(tmp_path, threshold=threshold)
+    assert [one.stored.wants(block_hash(0)) for _ in range(threshold)] == [
+        *[False] * (threshold - 1), True
+    ]  # fmt: skip
+    one.stored.begin_store([block_hash(0)])
+    assert not one.stored.wants(block_hash(0))
+    one.write(0)
+    one.stored.end_store([block_hash(0)])
+    one.ask(0)
+    one.asking.drain()
+    assert one.ask(0) == 1
+    assert not any(one.stored.wants(block_hash(0)) for _ in range(threshold))
+
+
+def test_a_store_that_cannot_be_looked_at_is_told_and_asked_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    one = world(tmp_path)
+    one.write(0)
+
+    def fail(catalog: Catalog) -> None:
+        raise PermissionError("not for you")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Catalog, "look", fail)
+        one.now_s[0] += 1
+        one.stored._look = None
+        one.ask(0)
+        one.asking.drain()
+    with caplog.at_level(logging.WARNING):
+        one.now_s[0] += 1
+        one.ask(0)
+    assert "cannot be looked at: not for you" in caplog.text
+    one.asking.drain()
+    assert one.ask(0) == 1
+
+
+def test_the_end(tmp_path: Path) -> None:
+    kit = WritingKit(tmp_path, ThreadLanes().lane("write"))
+    kit.write(0)
+    kit.writer.close(PATIENCE_S)
+    stored = StoredBlocks(Catalog(kit.folder, SPACE), ThreadLanes().lane("look"))
+    assert stored.close(PATIENCE_S)
+    assert stored.num_stored([block_hash(0)]) == 0
+    stored._looked_s = float("-inf")
+    stored.refresh()  # says so, and goes on
+    assert stored.close(PATIENCE_S)
+
+
+def test_what_is_forgotten_is_found_when_it_is_stored_again(tmp_path: Path) -> None:
+    """Also what was being stored meanwhile, and was seen by no look yet."""
+    one = world(tmp_path)
+    hashes = [block_hash(number) for number in range(3)]
+    one.write(0, 1)
+    one.asking.drain()
+    assert one.ask(0, 1) == 2
+    one.stored.begin_store([hashes[2]])
+    one.stored.forget_all()
+    one.write(2)
+    one.stored.end_store([hashes[2]])
+    for _ in range(3):
+        assert one.ask(0, 1, 2) == one.ask(2) == 0
+        assert one.stored.places(hashes[:1]) is None
+        one.asking.drain()
+        one.now_s[0] += 1
+    assert all(one.stored.wants(one_hash) for one_hash in hashes)
+    one.stored.begin_store(hashes)
+    one.write(0, 1, 2)
+    one.stored.end_store(hashes)
+    one.ask(0)
+    one.asking.drain()
+    assert one.ask(0, 1, 2) == 3

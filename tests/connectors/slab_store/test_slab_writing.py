@@ -1,0 +1,154 @@
+"""Records that are written on a lane: places, limits, a full queue, a full disk, the end."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from slab_writing_kit import PATIENCE_S, RECORD_BYTES, SLAB_BYTES, WritingKit
+
+from interlace.connectors.slab_store import slab_writer
+from interlace.connectors.slab_store.directory import Limits
+from interlace.connectors.slab_store.files import write_at
+from interlace.connectors.slab_store.writing import StoredPlace
+from interlace.layers.lanes import ThreadLanes
+from interlace.layers.virtual_lanes import VirtualLanes
+
+
+def drained(root: Path, **options: Any) -> tuple[WritingKit, VirtualLanes]:
+    lanes = VirtualLanes(0, "lazy", polls_per_work=1_000_000)
+    return WritingKit(root, lanes.lane("write"), **options), lanes
+
+
+@settings(max_examples=25, deadline=None)
+@given(sizes=st.lists(st.integers(1, 8), max_size=8))
+def test_what_was_written_is_found_where_it_was_said(
+    sizes: list[int], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    kit, lanes = drained(tmp_path_factory.mktemp("kv"))
+    numbers = iter(range(100))
+    writes = [kit.write(*(next(numbers) for _ in range(size))) for size in sizes]
+    lanes.drain()
+    total = sum(sizes)
+    assert all(write.is_done for write in writes)
+    assert kit.found(*range(total)) == list(range(total))
+    places = [place for write in writes for place in write.places]
+    assert len(set(places)) == total
+    assert kit.writer.counts.written == total
+    assert kit.writer.num_queued_bytes == 0
+    slabs = sorted({place.slab for place in places})
+    assert len(slabs) == -(-total // 3)
+    for place, number in zip(places, range(total), strict=True):
+        assert isinstance(place, StoredPlace)
+        assert place.record == number % 3, "slabs are filled one after the other"
+    assert kit.writer.close(PATIENCE_S)
+
+
+def test_a_full_queue_drops_and_counts_and_reads_nothing(tmp_path: Path) -> None:
+    kit, lanes = drained(tmp_path, queue=2 * RECORD_BYTES)
+    first, second = kit.write(0, 1), kit.write(2)
+    assert (first.is_done, second.is_done) == (False, True)
+    assert kit.writer.counts.dropped_queue_full == 1
+    lanes.drain()
+    third = kit.write(2)
+    lanes.drain()
+    assert kit.found(0, 1, 2) == [0, 1, 2]
+    assert third.places
+    assert not second.places
+    kit.writer.close(PATIENCE_S)
+
+
+def test_without_room_nothing_is_stored_until_it_is_tried_again(tmp_path: Path) -> None:
+    kit, lanes = drained(tmp_path, limits=Limits(capacity_bytes=SLAB_BYTES // 2))
+    kit.write(0, 1)
+    kit.write(2)
+    lanes.drain()
+    assert kit.writer.counts == (0, 0, 3, 0)
+    kit.directory._limits = Limits()
+    kit.write(3)
+    lanes.drain()
+    assert kit.writer.counts.dropped_no_room == 4, "not yet"
+    kit.now_s += 1.0
+    kit.write(4)
+    lanes.drain()
+    assert kit.found(*range(5)) == [4]
+    kit.writer.close(PATIENCE_S)
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC, errno.EACCES])
+@pytest.mark.parametrize("failing", [1, 2, 3, 4])
+def test_an_error_of_the_file_system_ends_the_slab_and_nobody_else(
+    code: int, failing: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each second write is data, the next one its entry."""
+    kit, lanes = drained(tmp_path)
+    kit.write(0)
+    lanes.drain()
+    count = iter(range(1, 100))
+
+    def fail(*args: Any) -> None:
+        if next(count) == failing:
+            raise OSError(code, os.strerror(code))
+        write_at(*args)
+
+    monkeypatch.setattr(slab_writer, "write_at", fail)
+    kit.write(1)
+    kit.write(2)
+    lanes.drain()
+    monkeypatch.undo()
+    kit.now_s += 1.0
+    kit.write(3)
+    lanes.drain()
+    whole = kit.found(0, 1, 2, 3)
+    assert whole[0] == 0
+    assert whole[-1] == 3
+    assert kit.writer.counts.written == len(whole)
+    assert kit.writer.counts.dropped_error + kit.writer.counts.dropped_no_room == 4 - len(whole)
+    kit.writer.close(PATIENCE_S)
+
+
+def test_the_end_seals_the_slab_and_takes_nothing_more(tmp_path: Path) -> None:
+    kit = WritingKit(tmp_path, ThreadLanes().lane("write"))
+    kit.write(0, 1)
+    assert kit.writer.close(PATIENCE_S)
+    assert kit.found(0, 1) == [0, 1]
+    (slab,) = kit.directory.slabs()
+    assert not slab.is_new
+    late = kit.write(2)
+    assert late.is_done
+    assert not late.places
+    assert kit.writer.counts.dropped_queue_full == 1
+    assert kit.writer.close(PATIENCE_S), "may be repeated"
+
+
+def test_an_end_that_takes_too_long_leaves_whole_records_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kit = WritingKit(tmp_path, ThreadLanes().lane("write"))
+    has_begun, may_go_on = threading.Event(), threading.Event()
+
+    def hang(*args: Any) -> None:
+        has_begun.set()
+        assert may_go_on.wait(PATIENCE_S)
+        write_at(*args)
+
+    first = kit.write(0)
+    while not first.is_done:
+        pass
+    monkeypatch.setattr(slab_writer, "write_at", hang)
+    second, third = kit.write(1), kit.write(2)
+    assert has_begun.wait(PATIENCE_S)
+    assert not kit.writer.close(0.01)
+    assert kit.found(0, 1, 2) == [0]
+    assert not second.is_done, "it still reads its records"
+    may_go_on.set()
+    assert kit.writer.close(PATIENCE_S)
+    assert third.is_done
+    assert not third.places
+    assert kit.found(0, 1, 2) in ([0], [0, 1])
