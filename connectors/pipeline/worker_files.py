@@ -18,7 +18,7 @@ import numpy.typing as npt
 from interlace.connectors.pipeline.messages import Fetch, LoadSample, RecordRun, StoreOrder
 from interlace.connectors.pipeline.options import PipelineOptions
 from interlace.connectors.slab_store.directory import Limits, SlabDirectory
-from interlace.connectors.slab_store.reading import OpenSlabs, Read, Reads
+from interlace.connectors.slab_store.reading import KnownSlabs, Read, Reads
 from interlace.connectors.slab_store.slab_writer import NewRecord
 from interlace.connectors.slab_store.space import Space
 from interlace.connectors.slab_store.writing import Write, WriteBehind, WriteCounts
@@ -101,9 +101,8 @@ class FileWork:
             ) from error
         self._records = records
         self._clock = clock
-        self._slabs = OpenSlabs(directory.root / space.folder_name)
         self._reads = Reads(
-            self._slabs,
+            KnownSlabs(directory.root / space.folder_name),
             lanes,
             num_lanes=NUM_READ_LANES,
             deadline_s=options.read_deadline_s,

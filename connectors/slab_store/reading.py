@@ -11,7 +11,6 @@ All methods are for one thread; works run on the lanes.
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
 from collections import deque
@@ -28,52 +27,31 @@ from interlace.engine.errors import ConnectorError, LaneClosedError, LaneFullErr
 from interlace.engine.ports import Gate, Lane, Lanes
 from interlace.layers.lane_queue import without_frames
 
-MOST_OPEN = 64
-"""Slabs that are read from: a process may have a thousand files by default."""
+MOST_KNOWN = 1024
+"""Slabs whose headers are remembered; the oldest are forgotten."""
 
 
-class OpenSlabs:
-    """Slabs of one folder that were read from lately, by name. Any thread."""
+class KnownSlabs:
+    """Slabs of one folder that were read from lately, by name: none of them is kept open, so what
+    others remove gives its room back at once. Any thread."""
 
     def __init__(self, folder: Path) -> None:
         """Opens nothing yet."""
         self._folder = folder
-        self._slabs: dict[str, Slab] = {}  # those used last come last
+        self._slabs: dict[str, Slab] = {}
         self._lock = threading.Lock()
 
     def get(self, name: str) -> Slab:
-        """Open it, unless it is, and let go of others that were not used for longer than
-        `MOST_OPEN`. Raises: `OSError`, `DamagedSlabError`."""
-        with self._lock:
-            slab = self._slabs.pop(name, None)
-            if slab is not None:
-                self._slabs[name] = slab
-                return slab
-        opened = Slab.open(self._folder / name)
-        with self._lock:
-            slab = self._slabs.setdefault(name, opened)  # another lane may have been faster
-            oldest = list(self._slabs.values())[:-MOST_OPEN]
-            for one in oldest:
-                del self._slabs[one.path.name]
-        for one in (*oldest, *([] if slab is opened else [opened])):
-            one.close()
-        return slab
-
-    def tidy(self) -> None:
-        """Let go of those that were removed, so that their room is free. Blocking."""
-        for name, slab in list(self._slabs.items()):
-            with contextlib.suppress(OSError):
-                if not slab.is_removed:
-                    continue
+        """That one. Raises: `OSError`, `DamagedSlabError`."""
+        slab = self._slabs.get(name)
+        if slab is None:
+            slab = Slab.open(self._folder / name)
+            slab.park()
             with self._lock:
-                self._slabs.pop(name, None)
-            slab.close()
-
-    def close(self) -> None:
-        """Let go of all. May be repeated."""
-        while self._slabs:
-            _, slab = self._slabs.popitem()
-            slab.close()
+                while len(self._slabs) >= MOST_KNOWN:
+                    del self._slabs[next(iter(self._slabs))]
+                self._slabs[name] = slab
+        return slab
 
 
 class Read:
@@ -119,7 +97,7 @@ class Reads:
 
     def __init__(
         self,
-        slabs: OpenSlabs,
+        slabs: KnownSlabs,
         lanes: Lanes,
         *,
         num_lanes: int,
@@ -186,7 +164,6 @@ class Reads:
         ended = [
             one.lane.close(max(0.0, until_s - self._clock())) for one in (*self._busy, *self._stuck)
         ]
-        self._slabs.close()
         return all(ended)
 
     def _run(self, one: Read, buffer: npt.NDArray[np.uint8]) -> None:

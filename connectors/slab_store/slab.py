@@ -103,16 +103,15 @@ class Slab:
 
     def park(self) -> None:
         """Keep the file open only while it is read from now on: a store may have more slabs than a
-        process may have files. Of a sealed slab: another one would lose sight of its writer. What
-        others remove then cannot be read any more."""
-        assert self.is_sealed
+        process may have files, and what is removed while it is open keeps its room. So what others
+        remove cannot be read any more. For who looks at the index no more."""
         with self._lock:
             self._is_parked = True
             self._let_go()
 
     def look(self) -> list[Entry]:
         """The entries that have come since the last look. Raises: `OSError`; nothing is lost."""
-        if self.is_sealed or self._is_closed:
+        if self.is_sealed or self._is_closed or self._is_parked:
             return []
         # Asked first: what is added in between is seen by this look, or by a later one.
         is_sealed = not self._is_being_written()
