@@ -279,7 +279,8 @@ class PipelineWorker:
             one.transfer.name = load.request_id
         one.fetching = fetching
         one.unfilled = set(load.missing) | _block_ids(load.runs) - _block_ids(runs)
-        self._failed_fetches[load.load_id] = failed
+        if failed:
+            self._failed_fetches[load.load_id] = failed
         self._bulk_loads.append(one)
 
     def _follow(self, share: Share) -> None:

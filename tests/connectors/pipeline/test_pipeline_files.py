@@ -18,6 +18,7 @@ from pipeline_kit import BLOCK_SIZE, PATIENCE_S, RECORD_BYTES, ask, forget_on_de
 from tiny_model import plain_answer
 
 from interlace import AsyncEngine, EngineConfig, KVTransferConfig, SamplingParams
+from interlace.connectors.conformance import check_connector
 from interlace.connectors.slab_store import directory, slab_writer
 from interlace.connectors.slab_store import slab as slabs
 from interlace.connectors.slab_store.files import read_at
@@ -270,3 +271,18 @@ async def test_at_its_second_use(tmp_path: Path) -> None:
         await forget_on_device(engine)
     async with engine_of(folder) as engine:
         assert num_external(await ask(engine, PROMPT, 3)) == 10 * BLOCK_SIZE
+
+
+def test_the_check_passes(tmp_path: Path) -> None:
+    """Each scenario finds what those before it have stored, if it asks for the same."""
+    extra = {
+        "store": "file",
+        "path": str(tmp_path / "kv"),
+        "host_bytes": 256 << 10,
+        "min_free_bytes": 0,
+        "slab_bytes": 200_000,
+        "load_mode": "bulk",
+    }
+    report = check_connector("PipelineConnector", extra_config=extra, quick=True)
+    report.raise_if_failed()
+    assert list((tmp_path / "kv").glob("*/*.slab"))
