@@ -150,7 +150,8 @@ class FileWork:
         self._reads.poll()
 
     def take_stored(self) -> frozenset[int]:
-        """Orders that have ended since the last call."""
+        """Orders that have ended since the last call. Looks after the limits, too."""
+        self._writes.tend()
         ended = frozenset(number for number, write in self._open_writes.items() if write.is_done)
         for number in ended:
             del self._open_writes[number]

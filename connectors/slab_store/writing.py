@@ -23,6 +23,7 @@ from interlace.engine.ports import Gate, Lane
 
 logger = logging.getLogger(__name__)
 
+_TEND_S = 10.0
 _AGAIN_S = 1.0
 """After a slab could not be made, nobody tries again for so long."""
 
@@ -87,6 +88,7 @@ class WriteBehind:
         self._lane = lane
         self._most_queued_bytes = most_queued_bytes
         self._clock = clock
+        self._tended_s = clock()
         self._waiting: collections.deque[Write] = collections.deque()
         self._lock = threading.Lock()  # for the counts
         self._counts = WriteCounts(0, 0, 0, 0)
@@ -121,6 +123,16 @@ class WriteBehind:
         self._waiting.append(write)
         return write
 
+    def tend(self) -> None:
+        """Now and then: see on the lane whether the limits are kept, since others fill the file
+        system too."""
+        now_s = self._clock()
+        if now_s - self._tended_s < _TEND_S:
+            return
+        self._tended_s = now_s
+        with contextlib.suppress(LaneFullError, LaneClosedError):
+            self._lane.submit(self._collect)
+
     def close(self, timeout_s: float) -> bool:
         """Write what is queued, and seal the slab; False if that takes longer: then what has not
         begun is dropped, and only whole records are published. May be repeated."""
@@ -129,6 +141,12 @@ class WriteBehind:
         return self._lane.close(timeout_s)
 
     # ---------------------------------------------------------------- on the lane
+
+    def _collect(self) -> None:
+        try:
+            self._directory.collect()
+        except (NoRoomError, OSError) as error:
+            logger.warning("the limits of %s are not kept: %s", self._directory.root, error)
 
     def _run(self, write: Write) -> None:
         places: list[StoredPlace] = []

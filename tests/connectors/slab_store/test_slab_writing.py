@@ -113,6 +113,26 @@ def test_an_error_of_the_file_system_ends_the_slab_and_nobody_else(
     kit.writer.close(PATIENCE_S)
 
 
+def test_b68_the_limits_are_looked_after_while_nothing_is_written(tmp_path: Path) -> None:
+    """Others fill the file system too."""
+    kit, lanes = drained(tmp_path)
+    kit.write(*range(9))
+    lanes.drain()
+    assert kit.writer.close(PATIENCE_S)
+    kit, lanes = drained(tmp_path)
+    kit.directory._limits = Limits(capacity_bytes=2 * SLAB_BYTES)
+    kit.writer.tend()
+    lanes.drain()
+    assert len(kit.directory.slabs()) == 3, "not yet"
+    kit.now_s += 10.0
+    kit.writer.tend()
+    kit.writer.tend()
+    assert len(lanes.pending) == 1
+    lanes.drain()
+    assert len(kit.directory.slabs()) == 2
+    assert kit.found(*range(9)) == [*range(3, 9)]
+
+
 def test_the_end_seals_the_slab_and_takes_nothing_more(tmp_path: Path) -> None:
     kit = WritingKit(tmp_path, ThreadLanes().lane("write"))
     kit.write(0, 1)
