@@ -19,6 +19,8 @@ from interlace.engine.errors import ConfigError
 _CONNECTOR, _CONFIG, _DIR = "--kv-connector", "--kv-transfer-config", "--kv-dir"
 _PANEL: Final = "KV connector: keeps the KV of prompts and answers, and brings it back"
 _EXTRA: Final = "kv_connector_extra_config"
+_SIZES: Final = {"host_bytes": 1 << 30, "slab_bytes": 16 << 20}
+"""What suits conversations: little memory, and small files, since each process begins one."""
 
 KVConnector: TypeAlias = Annotated[
     str | None,
@@ -44,9 +46,9 @@ KVDir: TypeAlias = Annotated[
         _DIR,
         metavar="DIR",
         help="Keep KV as files in this folder, and load what is there already. Short for "
-        '--kv-transfer-config \'{"kv_connector": "ExampleConnector", "kv_role": "kv_both", '
-        '"kv_load_failure_policy": "recompute", '
-        '"kv_connector_extra_config": {"shared_storage_path": "DIR"}}\'.',
+        '--kv-transfer-config \'{"kv_connector": "PipelineConnector", "kv_role": "kv_both", '
+        '"kv_load_failure_policy": "recompute", "kv_connector_extra_config": '
+        '{"store": "file", "path": "DIR", "host_bytes": 1073741824, "slab_bytes": 16777216}}\'.',
         rich_help_panel=_PANEL,
     ),
 ]
@@ -78,6 +80,7 @@ def kv_transfer_config(
         defaults["kv_role"] = "kv_both"
     if directory is not None:
         defaults["kv_load_failure_policy"] = "recompute"
+        stated[_EXTRA] = _SIZES | stated[_EXTRA]
     try:
         return KVTransferConfig(**(defaults | stated))
     except ConfigError as error:
@@ -96,7 +99,7 @@ def _fields_of_directory(text: str) -> dict[str, Any]:
     if not text.strip():
         raise _refused(_DIR, "the name of the folder is empty.")
     path = os.path.expanduser(text)  # noqa: PTH111 - a ~ of nobody stays as it is
-    return {"kv_connector": "ExampleConnector", _EXTRA: {"shared_storage_path": path}}
+    return {"kv_connector": "PipelineConnector", _EXTRA: {"store": "file", "path": path}}
 
 
 def _fields_of_json(text: str) -> dict[str, Any]:

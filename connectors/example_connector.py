@@ -37,6 +37,7 @@ from interlace.connectors.kv_folders.counters import KVFolderCounters, Tally
 from interlace.connectors.kv_folders.folders import KVFolders
 from interlace.connectors.kv_folders.identity import KVIdentity
 from interlace.connectors.kv_folders.index import FolderIndex
+from interlace.connectors.slab_store.directory import MARKER
 from interlace.engine.config import EngineConfig
 from interlace.engine.errors import ConfigError
 from interlace.engine.kv_connector import (
@@ -145,6 +146,11 @@ class ExampleConnector(KVConnectorBase_V1):
     def _make_worker_side(self) -> None:
         from interlace.connectors.example_worker import ExampleWorker
 
+        if (self.options.root / MARKER).exists():
+            raise ConfigError(
+                f"{self.options.root} holds slabs of PipelineConnector's store of files (it has a"
+                f" {MARKER}): give ExampleConnector's shared_storage_path a directory of its own."
+            )
         if self._kv_transfer_config.is_kv_producer:
             try:
                 self._folders.prepare()

@@ -159,8 +159,8 @@ def test_a_connector_reaches_the_engine(run: Run, started: Started) -> None:
     run("chat", "-p", "Hi", "--kv-dir", "some folder")
     kv = started[0].kv_transfer_config
     assert kv is not None
-    assert (kv.kv_connector, kv.kv_role) == ("ExampleConnector", "kv_both")
-    assert kv.kv_connector_extra_config == {"shared_storage_path": "some folder"}
+    assert (kv.kv_connector, kv.kv_role) == ("PipelineConnector", "kv_both")
+    assert kv.kv_connector_extra_config["path"] == "some folder"
     run("chat", "-p", "Hi")
     assert started[1].kv_transfer_config is None
 
@@ -215,7 +215,7 @@ def test_version_and_help(run: Run) -> None:
     assert code == 0
     assert "--prompt-env" not in out
     words = " ".join(out.replace("\u2502", " ").split())
-    assert '"kv_connector_extra_config": {"shared_storage_path": "DIR"}}' in words
+    assert '"kv_connector_extra_config": {"store": "file", "path": "DIR", "host_bytes"' in words
     for option in ("--system", "--continue", "--kv-connector", "--kv-transfer-config", "--kv-dir"):
         assert option in out
     for option in ("--json", "--model", "--device", "--dtype", "--max-tokens"):

@@ -15,10 +15,15 @@ from interlace.cli.kv_options import kv_transfer_config
 from interlace.engine.config import KVTransferConfig
 
 FILES: dict[str, Any] = {
-    "kv_connector": "ExampleConnector",
+    "kv_connector": "PipelineConnector",
     "kv_role": "kv_both",
     "kv_load_failure_policy": "recompute",
-    "kv_connector_extra_config": {"shared_storage_path": "some/folder"},
+    "kv_connector_extra_config": {
+        "store": "file",
+        "path": "some/folder",
+        "host_bytes": 1 << 30,
+        "slab_bytes": 16 << 20,
+    },
 }
 
 
@@ -54,7 +59,7 @@ def test_a_folder_is_short_for_json() -> None:
 
 def test_a_folder_of_the_user() -> None:
     extra = fields(None, None, "~/kv")["kv_connector_extra_config"]
-    assert extra == {"shared_storage_path": str(Path("~/kv").expanduser())}
+    assert extra["path"] == str(Path("~/kv").expanduser())
 
 
 def test_a_connector_saves_and_loads() -> None:
@@ -67,10 +72,11 @@ def test_a_connector_saves_and_loads() -> None:
 
 
 def test_json_adds_to_the_short_forms_and_wins_over_their_defaults() -> None:
-    more = {"kv_role": "kv_consumer", "kv_connector_extra_config": {"load_async": True}}
+    extra = {"load_mode": "bulk", "host_bytes": 5}
+    more = {"kv_role": "kv_consumer", "kv_connector_extra_config": extra}
     assert fields(None, more, "some/folder") == FILES | {
         "kv_role": "kv_consumer",
-        "kv_connector_extra_config": {"shared_storage_path": "some/folder", "load_async": True},
+        "kv_connector_extra_config": FILES["kv_connector_extra_config"] | extra,
     }
     assert fields("Some", {"kv_role": "kv_producer", "kv_port": 5}, None) == {
         "kv_connector": "Some",
@@ -80,18 +86,18 @@ def test_json_adds_to_the_short_forms_and_wins_over_their_defaults() -> None:
 
 
 def test_saying_the_same_twice_is_fine() -> None:
-    assert fields("ExampleConnector", FILES, "some/folder") == FILES
+    assert fields("PipelineConnector", FILES, "some/folder") == FILES
 
 
 def test_what_two_options_say_differently_is_refused() -> None:
-    assert "kv_connector is 'ExampleConnector' here and 'Some' by --kv-connector" in refused(
+    assert "kv_connector is 'PipelineConnector' here and 'Some' by --kv-connector" in refused(
         "Some", None, "d"
     )
     assert "'Other' here and 'Some' by --kv-connector" in refused(
         "Some", '{"kv_connector": "Other"}', None
     )
-    message = refused(None, '{"kv_connector_extra_config": {"shared_storage_path": "e"}}', "d")
-    assert "shared_storage_path is 'e' here and 'd' by --kv-dir" in message
+    message = refused(None, '{"kv_connector_extra_config": {"path": "e"}}', "d")
+    assert "path is 'e' here and 'd' by --kv-dir" in message
     assert "kv_connector_module_path is 'n' here and 'm'" in refused(
         "m:C", '{"kv_connector_module_path": "n"}', None
     )

@@ -286,3 +286,32 @@ def test_the_check_passes(tmp_path: Path) -> None:
     report = check_connector("PipelineConnector", extra_config=extra, quick=True)
     report.raise_if_failed()
     assert list((tmp_path / "kv").glob("*/*.slab"))
+
+
+async def test_stores_of_other_kinds_refuse_each_others_directories(tmp_path: Path) -> None:
+    """Else each would fill the other's, and neither find what is there."""
+
+    @asynccontextmanager
+    async def example(folder: Path) -> AsyncIterator[AsyncEngine]:
+        config = EngineConfig(
+            block_size=BLOCK_SIZE,
+            num_gpu_blocks_override=61,
+            skip_tokenizer_init=True,
+            kv_transfer_config=KVTransferConfig(
+                kv_connector="ExampleConnector",
+                kv_role="kv_both",
+                kv_connector_extra_config={"shared_storage_path": str(folder)},
+            ),
+        )
+        async with AsyncEngine.from_loaded(config, deep_model()) as engine:
+            yield engine
+
+    await stored(tmp_path / "slabs")
+    with pytest.raises(ConfigError, match="holds slabs of PipelineConnector's store"):
+        async with example(tmp_path / "slabs"):
+            pass
+    async with example(tmp_path / "folders") as engine:
+        await ask(engine, PROMPT, 2)
+    with pytest.raises(ConfigError, match="for instance ExampleConnector's folders"):
+        async with engine_of(tmp_path / "folders"):
+            pass
