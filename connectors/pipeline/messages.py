@@ -39,6 +39,8 @@ class StoreOrder:
 
     store_id: int
     parts: tuple[StorePart, ...]
+    made_ns: int
+    """When, since the epoch: what is reset later is not to find them."""
 
 
 class RecordRun(NamedTuple):
@@ -181,6 +183,8 @@ class PipelineReport(KVConnectorWorkerMetadata):
     """Store orders that read their records no more, whether they were written or not."""
     unfetched: frozenset[int] = frozenset()
     """Records of the fetches of loads in `loaded` that could not be read."""
+    damaged: frozenset[int] = frozenset()
+    """Those of them that will never be: what lies there is not what was written, or has gone."""
     fetches: tuple[LoadSample, ...] = ()
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> PipelineReport:
@@ -195,6 +199,7 @@ class PipelineReport(KVConnectorWorkerMetadata):
             self.loads + other.loads,
             self.stored | other.stored,
             self.unfetched | other.unfetched,
+            self.damaged | other.damaged,
             self.fetches + other.fetches,
         )
 

@@ -7,13 +7,15 @@ pinned until then.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from interlace.connectors.pipeline.host_index import HostIndex
 from interlace.connectors.pipeline.messages import Fetch, StoreOrder, StorePart
 from interlace.connectors.pipeline.sched_stats import Counter
+from interlace.connectors.slab_store.catalog import Place
 from interlace.connectors.slab_store.lookup import StoredBlocks
+from interlace.connectors.slab_store.writing import StoredPlace
 
 _SHARE_OF_RECORDS = 4
 """No more than this part of all records waits to be written, and no load fetches more."""
@@ -34,6 +36,13 @@ class Taken(NamedTuple):
     """What has no record: its file has gone since it was promised, or memory is full."""
 
 
+class _OpenFetch(NamedTuple):
+    """A block that is being read into a record."""
+
+    block_hash: bytes
+    place: Place
+
+
 class FileTier:
     """See the module's docstring."""
 
@@ -42,9 +51,9 @@ class FileTier:
         self._stored = stored
         self._index = index
         self._counter = counter
-        self.most_fetched = max(1, index.num_records // _SHARE_OF_RECORDS)
-        """Blocks of one load."""
-        self._most_open = self.most_fetched
+        self._most_of_load = self._most_open = max(1, index.num_records // _SHARE_OF_RECORDS)
+        self._open_fetches: dict[int, _OpenFetch] = {}  # by record
+        self._void: set[int] = set()  # records of those that are not to be stored in memory
         self._orders: list[StoreOrder] = []
         self._open: dict[int, StoreOrder] = {}
         self._num_open_parts = 0
@@ -60,6 +69,13 @@ class FileTier:
 
     # ---------------------------------------------------------------- loads
 
+    @property
+    def most_fetched(self) -> int:
+        """Blocks that one load may fetch now: a quarter of all records, and no more than half are
+        fetched into at a time, so that others find some."""
+        half = 2 * self._most_of_load - len(self._open_fetches)
+        return max(0, min(self._most_of_load, half))
+
     def take(self, block_hashes: Sequence[bytes]) -> Taken:
         """For a load of these. `settle` is owed for what is fetched, and `HostIndex.unpin` for the
         rest."""
@@ -68,29 +84,47 @@ class FileTier:
         wanted = [block_hash for block_hash in block_hashes if block_hash not in records]
         if not wanted:
             return Taken(records, (), (), ())
-        fresh = self._index.allocate(len(wanted))
-        places = None if fresh is None else self._stored.places(wanted)
+        places = self._stored.places(wanted)
+        fresh = None if places is None else self._index.allocate(len(wanted))
         if fresh is None or places is None:
-            self._index.give_up(fresh or ())
-            self._stored.end_load(wanted)
             self._counter.add("fetches_missed", len(wanted))
             return Taken(records, (), (), tuple(wanted))
         records |= zip(wanted, fresh, strict=True)
-        fetches = tuple(map(Fetch, fresh, places))
-        return Taken(records, fetches, tuple(wanted), ())
+        for block_hash, record, place in zip(wanted, fresh, places, strict=True):
+            self._open_fetches[record] = _OpenFetch(block_hash, place)
+        fetches = (
+            Fetch(record, StoredPlace(slab.path.name, entry.record, entry.checksum))
+            for record, (slab, entry) in zip(fresh, places, strict=True)
+        )
+        return Taken(records, tuple(fetches), tuple(wanted), ())
+
+    def avoid(self, records: Iterable[int]) -> None:
+        """What was to be fetched into these has not come, and others may ask for it before its load
+        is settled."""
+        for record in records:
+            opened = self._open_fetches.get(record)
+            if opened is not None:
+                self._stored.avoid(opened.block_hash)
 
     def settle(
-        self, fetched: dict[bytes, int], unfetched: frozenset[int], parents: dict[bytes, bytes]
+        self,
+        records: Iterable[int],
+        unfetched: frozenset[int],
+        damaged: frozenset[int],
+        parents: Mapping[bytes, bytes],
     ) -> None:
-        """A load has ended, and nothing writes into its records any more. `fetched`: block hash ->
-        record, in order; `unfetched`: records that could not be read. `parents`: the block before
-        each, if it is not the first."""
-        failed = [block_hash for block_hash, record in fetched.items() if record in unfetched]
-        self._stored.end_load(tuple(fetched), failed=failed)
-        self._counter.add("blocks_fetched", len(fetched) - len(failed))
-        self._counter.add("blocks_failed_to_fetch", len(failed))
-        for block_hash, record in fetched.items():
-            if record in unfetched or block_hash in self._index:
+        """A load has ended, and nothing writes into its records any more: those that it fetched, in
+        order. `unfetched` could not be read; of these `damaged` never will be. `parents`: the block
+        before each, if it is not the first."""
+        for record in records:
+            opened = self._open_fetches.pop(record)
+            block_hash, is_void = opened.block_hash, record in self._void
+            self._void.discard(record)
+            if record in damaged:
+                self._stored.lose(block_hash, opened.place)
+            failed = record in unfetched
+            self._counter.add("blocks_failed_to_fetch" if failed else "blocks_fetched", 1)
+            if failed or is_void or block_hash in self._index:
                 self._index.give_up([record])
             else:
                 self._index.store([record], [block_hash], parents.get(block_hash))
@@ -115,9 +149,8 @@ class FileTier:
     def _order(self, parts: tuple[StorePart, ...]) -> None:
         hashes = [part.block_hash for part in parts]
         self._index.pin(hashes)
-        self._stored.begin_store(hashes)
         self._last_store_id += 1
-        order = StoreOrder(self._last_store_id, parts)
+        order = StoreOrder(self._last_store_id, parts, self._stored.begin_store(hashes))
         self._open[order.store_id] = order
         self._num_open_parts += len(parts)
         self._orders.append(order)
@@ -141,8 +174,10 @@ class FileTier:
         return bool(self._open)
 
     def forget(self) -> None:
-        """Nothing that is stored by now is found again by this engine."""
+        """Nothing that is stored, being stored or being fetched by now is found again by this
+        engine."""
         self._stored.forget_all()
+        self._void.update(self._open_fetches)
 
     def close(self, timeout_s: float) -> bool:
         """Look no more."""

@@ -83,8 +83,8 @@ class _OpenLoad(NamedTuple):
     is_async: bool
     split: Split | None = None
     """Of a load from the back."""
-    fetched: Mapping[bytes, int] = {}
-    """Block hash -> the record among these into which it is read from a file."""
+    fetched: tuple[int, ...] = ()
+    """The records among these into which blocks are read from files."""
 
     @property
     def num_open_blocks(self) -> int:
@@ -219,13 +219,14 @@ class PipelineScheduler:
         before it lie in files only)."""
         last = (request.num_tokens - 1) // self._block_size
         end, num_fetched = first, 0
-        files = self._files
+        files, most_fetched = self._files, 0
         if files is not None:
             files.refresh()
+            most_fetched = files.most_fetched
         while end < last:
             block_hash = request.block_hashes[end]
             if block_hash not in self.index:
-                if files is None or num_fetched == files.most_fetched or block_hash not in files:
+                if files is None or num_fetched == most_fetched or block_hash not in files:
                     break
                 num_fetched += 1
             end += 1
@@ -361,7 +362,7 @@ class PipelineScheduler:
             dict(zip(block_ids, records, strict=True)),
             is_async,
             split,
-            {one: taken.records[one] for one in taken.fetched},
+            tuple(taken.records[one] for one in taken.fetched),
         )
         if self._files is not None and self._settings.may_save:
             self._files.offer(hashes, request.block_hashes[first - 1] if first else None)
@@ -481,7 +482,7 @@ class PipelineScheduler:
             if opened is not None and opened.split is not None:
                 opened.split.follow(share, has_ended=share.load_id in report.loaded)
         for load_id in report.loaded:
-            self._end_load(load_id, invalid, report.unfetched)
+            self._end_load(load_id, invalid, report)
         if self._files is not None:
             self._files.end_stores(report.stored)
             self._fetch_rate.add(report.fetches)
@@ -494,23 +495,26 @@ class PipelineScheduler:
         """Records that could not be loaded are not promised again, and who lost some is promised
         nothing more: a load that fails each time would be promised for ever."""
         for opened in self._open_loads.values():
-            for block_id in opened.records.keys() & invalid:
-                self.index.forget(opened.records[block_id])
+            records = [opened.records[block_id] for block_id in opened.records.keys() & invalid]
+            for record in records:
+                self.index.forget(record)
+            if self._files is not None:
+                self._files.avoid(records)
         for tracked in self._requests.values():
             tracked.num_settled = 0
             tracked.load_failed |= not invalid.isdisjoint(tracked.block_ids)
 
-    def _end_load(self, load_id: int, invalid: set[int], unfetched: frozenset[int]) -> None:
+    def _end_load(self, load_id: int, invalid: set[int], report: PipelineReport) -> None:
         """A load reads no record any more. What it loaded was used last of all only now, and its
         head still goes last."""
         opened = self._open_loads.pop(load_id, None)
         if opened is None:
             return
-        fetched = set(opened.fetched.values())
+        fetched = set(opened.fetched)
         self.index.unpin([record for record in opened.records.values() if record not in fetched])
         if self._files is not None and opened.fetched:
             parents = dict(zip(opened.prefix[1:], opened.prefix, strict=False))
-            self._files.settle(dict(opened.fetched), unfetched, parents)
+            self._files.settle(opened.fetched, report.unfetched, report.damaged, parents)
         self.index.touch(opened.prefix)
         num_failed = len(opened.records.keys() & invalid)
         self._counter.add("blocks_loaded", max(0, opened.num_blocks - num_failed))

@@ -76,7 +76,7 @@ class PipelineWorker:
         self._make_space = make_space
         self._fetching: list[tuple[Load, Fetching]] = []
         self._unsettled: list[tuple[int, Fetching]] = []  # loads that have ended but for this
-        self._failed_fetches: dict[int, set[int]] = {}  # by load
+        self._failed_fetches: dict[int, Fetching] = {}  # by load
         self._fetch_samples: list[LoadSample] = []
         self._options = options
         self._lanes = lanes
@@ -209,6 +209,7 @@ class PipelineWorker:
         self._unsent = metadata.saves
         self._sent |= metadata.release
         within = [load for load in metadata.loads if not load.is_async]
+        assert not any(load.missing or load.fetches for load in within), "they go beside the steps"
         if within:
             pipelined = opened.pipeline.submit_load(
                 [load.runs for load in within], metadata.step_id, by_layer=by_layer
@@ -279,8 +280,8 @@ class PipelineWorker:
             one.transfer.name = load.request_id
         one.fetching = fetching
         one.unfilled = set(load.missing) | _block_ids(load.runs) - _block_ids(runs)
-        if failed:
-            self._failed_fetches[load.load_id] = failed
+        if fetching is not None and failed:
+            self._failed_fetches[load.load_id] = fetching
         self._bulk_loads.append(one)
 
     def _follow(self, share: Share) -> None:
@@ -388,11 +389,13 @@ class PipelineWorker:
 
     def _with_files(self, report: PipelineReport, files: FileWork) -> PipelineReport:
         samples, self._fetch_samples = self._fetch_samples, []
-        failed = (self._failed_fetches.pop(load_id, set()) for load_id in report.loaded)
+        ended = self._failed_fetches.keys() & report.loaded
+        failed = [self._failed_fetches.pop(load_id) for load_id in ended]
         return dataclasses.replace(
             report,
             stored=files.take_stored(),
-            unfetched=frozenset().union(*failed),
+            unfetched=frozenset().union(*(one.failed for one in failed)),
+            damaged=frozenset().union(*(one.damaged for one in failed)),
             fetches=tuple(samples),
         )
 

@@ -18,6 +18,7 @@ import numpy.typing as npt
 from interlace.connectors.pipeline.messages import Fetch, LoadSample, RecordRun, StoreOrder
 from interlace.connectors.pipeline.options import PipelineOptions
 from interlace.connectors.slab_store.directory import Limits, SlabDirectory
+from interlace.connectors.slab_store.layout import DamagedSlabError
 from interlace.connectors.slab_store.reading import KnownSlabs, Read, Reads
 from interlace.connectors.slab_store.slab_writer import NewRecord
 from interlace.connectors.slab_store.space import Space
@@ -63,6 +64,12 @@ class Fetching:
     def failed(self) -> set[int]:
         """Records that were not read, now that it is done."""
         return {record for record, read in self._reads.items() if read.error is not None}
+
+    @property
+    def damaged(self) -> set[int]:
+        """Those of them for which another try is of no use."""
+        final = (DamagedSlabError, FileNotFoundError)
+        return {record for record, read in self._reads.items() if isinstance(read.error, final)}
 
     def sample(self, record_bytes: int, now_s: float) -> LoadSample | None:
         """How long it took, if it went well."""
@@ -136,7 +143,7 @@ class FileWork:
         """Begin to write these, or drop them if too much waits already."""
         self._open_writes[order.store_id] = self._writes.write(
             [
-                NewRecord(part.block_hash, part.parent_hash, self._row(part.record))
+                NewRecord(part.block_hash, part.parent_hash, self._row(part.record), order.made_ns)
                 for part in order.parts
             ]
         )

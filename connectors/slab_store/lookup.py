@@ -14,12 +14,12 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
 from interlace.connectors.slab_store.catalog import Catalog, Place
-from interlace.connectors.slab_store.writing import StoredPlace
 from interlace.engine.errors import LaneClosedError, LaneFullError
 from interlace.engine.ports import Gate, Lane
 
 logger = logging.getLogger(__name__)
 
+AVOIDED_S = 30.0
 MOST_SEEN = 1 << 20
 """Blocks whose uses are counted; the oldest are forgotten."""
 
@@ -48,10 +48,9 @@ class StoredBlocks:
         self._looked_s = float("-inf")
         self._look: Gate | None = None
         self._being_stored: set[bytes] = set()
-        self._forgotten: set[bytes] = set()
-        """Blocks that were being stored then, and are not found until they are stored again."""
+        self._avoided: dict[bytes, float] = {}
+        """Until when a block is not to be found."""
         self._uses: OrderedDict[bytes, int] = OrderedDict()
-        self._places: dict[bytes, Place] = {}
         self.refresh()
 
     @property
@@ -75,42 +74,42 @@ class StoredBlocks:
     # ---------------------------------------------------------------- loads
 
     def __contains__(self, block_hash: bytes) -> bool:
-        """Whether the block is stored, as far as is known."""
-        return block_hash in self._catalog and block_hash not in self._forgotten
+        """Whether the block is stored, as far as is known, and worth a try."""
+        return block_hash in self._catalog and not self._is_avoided(block_hash)
+
+    def _is_avoided(self, block_hash: bytes) -> bool:
+        until_s = self._avoided.get(block_hash)
+        if until_s is not None and self._clock() >= until_s:
+            del self._avoided[block_hash]
+            return False
+        return until_s is not None
 
     def num_stored(self, block_hashes: Sequence[bytes]) -> int:
         """How many of these, from the first on, are stored."""
         self.refresh()
         return sum(1 for _ in itertools.takewhile(self.__contains__, block_hashes))
 
-    def places(self, block_hashes: Sequence[bytes]) -> list[StoredPlace] | None:
+    def places(self, block_hashes: Sequence[bytes]) -> list[Place] | None:
         """Where these lie, for a load of them; None if one has gone meanwhile. They count as used,
         here and for all who share the store."""
-        found: list[StoredPlace] = []
-        for block_hash in block_hashes:
-            place = self._catalog.find(block_hash)
-            if place is None or block_hash in self._forgotten:
-                return None
-            self._places[block_hash] = place
-            found.append(
-                StoredPlace(place.slab.path.name, place.entry.record, place.entry.checksum)
-            )
+        found = [self._catalog.find(block_hash) for block_hash in block_hashes]
+        if None in found:
+            return None
         self._catalog.use(block_hashes)
-        return found
+        return [place for place in found if place is not None]
 
-    def end_load(self, block_hashes: Sequence[bytes], *, failed: Sequence[bytes] = ()) -> None:
-        """A load that asked for their places has ended; these of them could not be read, and are
-        not found again where they lay."""
-        for block_hash in block_hashes:
-            place = self._places.pop(block_hash, None)
-            if place is not None and block_hash in failed:
-                self._catalog.forget(block_hash, place)
+    def avoid(self, block_hash: bytes) -> None:
+        """The block could not be read, or not in time: do without it for a while."""
+        self._avoided[block_hash] = self._clock() + AVOIDED_S
+
+    def lose(self, block_hash: bytes, place: Place) -> None:
+        """What lies there is damaged, or gone: it is not found there again."""
+        self._catalog.forget(block_hash, place)
 
     def forget_all(self) -> None:
         """Nothing that is stored, or being stored, by now is found before it is stored again. Files
         stay: others may use them."""
         self._catalog.forget_before(self._now_ns())
-        self._forgotten.update(self._being_stored)
 
     def wait_for_look(self, timeout_s: float) -> bool:
         """For who may wait: until the look under way has ended; False if that takes longer."""
@@ -132,10 +131,11 @@ class StoredBlocks:
             self._uses.popitem(last=False)
         return False
 
-    def begin_store(self, block_hashes: Sequence[bytes]) -> None:
-        """These are being stored: nobody else is to do it."""
+    def begin_store(self, block_hashes: Sequence[bytes]) -> int:
+        """These are being stored: nobody else is to do it. When that is, since the epoch: their
+        entries are to say so."""
         self._being_stored.update(block_hashes)
-        self._forgotten.difference_update(block_hashes)
+        return self._now_ns()
 
     def end_store(self, block_hashes: Sequence[bytes]) -> None:
         """That has ended, well or badly. A look that is begun from now on finds what is stored."""

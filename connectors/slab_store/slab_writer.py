@@ -33,6 +33,8 @@ class NewRecord(NamedTuple):
     parent_hash: bytes | None
     data: npt.NDArray[np.uint8]
     """[record_bytes], contiguous."""
+    saved_ns: int | None = None
+    """When somebody decided to store it, since the epoch; None: when it is written."""
 
 
 class SlabWriter:
@@ -94,7 +96,8 @@ class SlabWriter:
             assert one.data.nbytes == shape.record_bytes
             write_at(self._fd, [one.data.reshape(-1).data], shape.record_at(place))
             parent = NO_PARENT if one.parent_hash is None else one.parent_hash
-            entries.append(Entry(place, one.block_hash, parent, checksum(one.data), self._now_ns()))
+            saved_ns = self._now_ns() if one.saved_ns is None else one.saved_ns
+            entries.append(Entry(place, one.block_hash, parent, checksum(one.data), saved_ns))
         write_at(self._fd, [memoryview(pack_entries(entries))], shape.entry_at(first))
         return entries
 

@@ -19,6 +19,7 @@ from tiny_model import plain_answer
 
 from interlace import AsyncEngine, EngineConfig, KVTransferConfig, SamplingParams
 from interlace.connectors.conformance import check_connector
+from interlace.connectors.pipeline_connector import PipelineConnector
 from interlace.connectors.slab_store import directory, slab_writer
 from interlace.connectors.slab_store import slab as slabs
 from interlace.connectors.slab_store.files import read_at
@@ -193,6 +194,62 @@ async def test_a_read_that_hangs_costs_a_recompute_and_the_engine_ends_in_spite_
         may_go_on.set()
         await forget_on_device(engine)
         right(model, PROMPT, await ask(engine, PROMPT, 5))
+
+
+async def test_a_reset_is_not_undone_by_a_read_that_comes_late(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor by what was being written meanwhile."""
+    folder, model = tmp_path / "kv", deep_model()
+    await stored(folder)
+    may_go_on = threading.Event()
+
+    def hang(fd: int, buffer: memoryview, offset: int) -> int:
+        if len(buffer) == RECORD_BYTES:
+            may_go_on.wait(PATIENCE_S)
+        return read_at(fd, buffer, offset)
+
+    async with engine_of(folder, kv_role="kv_consumer", read_deadline_s=0.2) as engine:
+        monkeypatch.setattr(slabs, "read_at", hang)
+        right(model, PROMPT, await ask(engine, PROMPT, 2))
+        assert engine.reset_prefix_cache(reset_connector=True)
+        may_go_on.set()
+        await asyncio.sleep(0.3)
+        for _ in range(3):
+            other = some_tokens(7, 9)
+            right(model, other, await ask(engine, other, 2))
+            done = await ask(engine, PROMPT, 2)
+            right(model, PROMPT, done)
+            assert num_external(done) == 0
+            await forget_on_device(engine)
+
+
+async def test_a_block_that_hangs_is_not_promised_again_and_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, model = tmp_path / "kv", deep_model()
+    await stored(folder)
+    may_go_on = threading.Event()
+
+    def hang(fd: int, buffer: memoryview, offset: int) -> int:
+        if len(buffer) == RECORD_BYTES:
+            may_go_on.wait(PATIENCE_S)
+        return read_at(fd, buffer, offset)
+
+    async with engine_of(folder, read_deadline_s=0.2) as engine:
+        monkeypatch.setattr(slabs, "read_at", hang)
+        for number in range(4):
+            done = await ask(engine, [*PROMPT, number], 2)
+            right(model, [*PROMPT, number], done)
+            assert engine.reset_prefix_cache()
+        may_go_on.set()
+        connector = engine._scheduler._connector
+        assert connector is not None
+        side = connector._connector
+        assert isinstance(side, PipelineConnector)
+        files = side._scheduler._files
+        assert files is not None
+        assert len(files._open_fetches) <= 10, "of the first request alone"
 
 
 async def test_two_engines_share_a_directory(tmp_path: Path) -> None:

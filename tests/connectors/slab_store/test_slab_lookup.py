@@ -7,10 +7,11 @@ import logging
 from pathlib import Path
 
 import pytest
-from slab_writing_kit import PATIENCE_S, SPACE, WritingKit, block_hash
+from slab_writing_kit import PATIENCE_S, SPACE, WritingKit, block_hash, record
 
 from interlace.connectors.slab_store.catalog import Catalog
-from interlace.connectors.slab_store.lookup import StoredBlocks
+from interlace.connectors.slab_store.lookup import AVOIDED_S, StoredBlocks
+from interlace.connectors.slab_store.writing import StoredPlace
 from interlace.layers.lanes import ThreadLanes
 from interlace.layers.virtual_lanes import VirtualLanes
 
@@ -71,20 +72,26 @@ def test_places_are_those_that_were_written(tmp_path: Path) -> None:
     one.writing.drain()
     one.asking.drain()
     hashes = [block_hash(number) for number in range(4)]
-    assert one.stored.places(hashes) == list(write.places)
+    found = one.stored.places(hashes)
+    assert found is not None
+    assert [
+        StoredPlace(place.slab.path.name, place.entry.record, place.entry.checksum)
+        for place in found
+    ] == list(write.places)
     assert one.stored.places([*hashes, block_hash(4)]) is None
 
 
-def test_what_could_not_be_read_is_not_found_again(tmp_path: Path) -> None:
+def test_what_is_damaged_is_not_found_again(tmp_path: Path) -> None:
     one = world(tmp_path)
     one.write(0, 1, 2)
     one.asking.drain()
     hashes = [block_hash(number) for number in range(3)]
-    assert one.stored.places(hashes) is not None
-    one.stored.end_load(hashes, failed=[hashes[1]])
+    places = one.stored.places(hashes)
+    assert places is not None
+    one.stored.lose(hashes[1], places[1])
     for _ in range(3):
         assert one.ask(0, 1, 2) == 1
-        one.now_s[0] += 1
+        one.now_s[0] += 100
         one.asking.drain()
     assert one.stored.wants(hashes[1]), "it may be stored again"
     one.write(1)
@@ -92,6 +99,19 @@ def test_what_could_not_be_read_is_not_found_again(tmp_path: Path) -> None:
     one.ask(0)
     one.asking.drain()
     assert one.ask(0, 1, 2) == 3
+
+
+def test_what_could_not_be_read_now_is_found_later(tmp_path: Path) -> None:
+    """Whatever hung, or failed once, may be well by then."""
+    one = world(tmp_path)
+    one.write(0, 1)
+    one.asking.drain()
+    one.stored.avoid(block_hash(1))
+    assert one.ask(0, 1) == 1
+    one.now_s[0] += AVOIDED_S - 0.1
+    assert one.ask(0, 1) == 1
+    one.now_s[0] += 0.1
+    assert one.ask(0, 1) == 2
 
 
 def test_a_slab_that_goes_takes_its_blocks_along(tmp_path: Path) -> None:
@@ -106,7 +126,6 @@ def test_a_slab_that_goes_takes_its_blocks_along(tmp_path: Path) -> None:
     one.ask(0)
     one.asking.drain()
     assert [one.ask(number) for number in range(4)] == [0, 0, 0, 1]
-    one.stored.end_load([block_hash(0)], failed=[block_hash(0)])
 
 
 @pytest.mark.parametrize("threshold", [1, 2, 3])
@@ -161,15 +180,17 @@ def test_the_end(tmp_path: Path) -> None:
 
 
 def test_what_is_forgotten_is_found_when_it_is_stored_again(tmp_path: Path) -> None:
-    """Also what was being stored meanwhile, and was seen by no look yet."""
+    """Also what was being stored meanwhile, and was seen by no look yet: not even when it is stored
+    once more."""
     one = world(tmp_path)
     hashes = [block_hash(number) for number in range(3)]
     one.write(0, 1)
     one.asking.drain()
     assert one.ask(0, 1) == 2
-    one.stored.begin_store([hashes[2]])
+    begun_ns = one.stored.begin_store([hashes[2]])
     one.stored.forget_all()
-    one.write(2)
+    one.kit.writer.write([record(2)._replace(saved_ns=begun_ns)])
+    one.writing.drain()
     one.stored.end_store([hashes[2]])
     for _ in range(3):
         assert one.ask(0, 1, 2) == one.ask(2) == 0
@@ -177,9 +198,14 @@ def test_what_is_forgotten_is_found_when_it_is_stored_again(tmp_path: Path) -> N
         one.asking.drain()
         one.now_s[0] += 1
     assert all(one.stored.wants(one_hash) for one_hash in hashes)
-    one.stored.begin_store(hashes)
-    one.write(0, 1, 2)
+    begun_ns = one.stored.begin_store(hashes)
+    assert one.ask(2) == 0, "not yet"
+    again = one.kit.writer.write([record(n)._replace(saved_ns=begun_ns) for n in range(3)])
+    one.writing.drain()
     one.stored.end_store(hashes)
     one.ask(0)
     one.asking.drain()
     assert one.ask(0, 1, 2) == 3
+    found = one.stored.places(hashes)
+    assert found is not None
+    assert [place.entry.record for place in found] == [place.record for place in again.places]
