@@ -172,7 +172,7 @@ class SlabDirectory:
         """All slabs of all spaces, the least recently used first. A space that cannot be read is
         passed over. Raises: `OSError` if the directory cannot."""
         files = [file for space in self.spaces() for file in self._slabs_of(space)]
-        return sorted(files, key=lambda file: file.used_ns)
+        return sorted(files, key=lambda file: (file.used_ns, file.path.name))
 
     def _slabs_of(self, space: Path) -> list[SlabFile]:
         try:
