@@ -63,10 +63,6 @@ class Catalog:
         """Where the block lies, as far as is known."""
         return self._places.get(block_hash)
 
-    def block_hashes(self) -> list[bytes]:
-        """Of all blocks that can be found."""
-        return list(self._places)
-
     def num_stored(self, block_hashes: Sequence[bytes]) -> int:
         """How many of these, from the first on, are stored."""
         places = self._places

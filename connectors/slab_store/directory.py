@@ -33,7 +33,7 @@ _LOCK = "interlace-slabs.lock"
 _LOCK_S = 2.0
 """For so long others are waited for who make a slab."""
 _PAUSE_S = 0.01
-_LEFTOVER_S = 60.0
+LEFTOVER_S = 60.0
 """So old is a slab being made whose maker is gone."""
 _AGAIN_S = 60.0
 """After this time a slab that could not be removed is tried again."""
@@ -262,7 +262,7 @@ class SlabDirectory:
         return removed
 
     def _remove_leftovers(self, files: list[SlabFile]) -> list[SlabFile]:
-        before_ns = self._now_ns() - _LEFTOVER_S * 1e9
+        before_ns = self._now_ns() - LEFTOVER_S * 1e9
         old = [file for file in files if file.is_new and file.used_ns < before_ns]
         return [file for file in old if self._may_go(file) and self._remove(file)]
 
@@ -311,7 +311,7 @@ class SlabDirectory:
         if self._clock() < self._undeletable.get(file.path, -math.inf):
             return False
         try:
-            return not _has_writer(file.path)
+            return not has_writer(file.path)
         except FileNotFoundError:
             return True
         except OSError as error:
@@ -358,8 +358,8 @@ def _try_lock(fd: int, kind: int = fcntl.LOCK_EX) -> bool:
     return True
 
 
-def _has_writer(path: Path) -> bool:
-    """Raises: `OSError`."""
+def has_writer(path: Path) -> bool:
+    """Whether a living process writes to the slab. Never waits. Raises: `OSError`."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
         # Shared: readers ask in the same way, and must not take each other for a writer.

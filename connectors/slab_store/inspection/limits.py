@@ -6,9 +6,15 @@ import os
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
-from interlace.connectors.slab_store.directory import Limits, NoRoomError, SlabDirectory, SlabFile
+from interlace.connectors.slab_store.directory import (
+    Limits,
+    NoRoomError,
+    SlabDirectory,
+    SlabFile,
+    has_writer,
+)
 from interlace.connectors.slab_store.inspection.reports import Collected, FileReport
-from interlace.connectors.slab_store.inspection.survey import is_leftover, is_written
+from interlace.connectors.slab_store.inspection.survey import is_leftover
 
 
 def collect(directory: SlabDirectory) -> Collected:
@@ -55,7 +61,7 @@ def _excess(root: Path, files: Collection[SlabFile], limits: Limits) -> int:
 def _can_go(path: Path) -> bool:
     """Unless somebody writes to it, or it cannot be opened."""
     try:
-        return not is_written(path)
+        return not has_writer(path)
     except FileNotFoundError:  # gone already, and counts so
         return True
     except OSError:

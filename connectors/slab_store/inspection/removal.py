@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from interlace.connectors.slab_store.directory import SlabDirectory, SlabFile
+from interlace.connectors.slab_store.directory import SlabDirectory, SlabFile, has_writer
 from interlace.connectors.slab_store.inspection.chains import Chains
 from interlace.connectors.slab_store.inspection.reports import (
     Failure,
@@ -13,7 +13,7 @@ from interlace.connectors.slab_store.inspection.reports import (
     Removal,
     Selection,
 )
-from interlace.connectors.slab_store.inspection.survey import Survey, by_folder, is_written
+from interlace.connectors.slab_store.inspection.survey import Survey, by_folder
 
 DIGEST_DIGITS = 8
 """So many of a model's digest name it: fewer may be a name with a slip in it."""
@@ -27,7 +27,7 @@ def remove(directory: SlabDirectory, files: Iterable[FileReport]) -> Removal:
     for file in files:
         path = directory.root / file.name
         try:
-            if is_written(path):
+            if has_writer(path):
                 written.append(file)
                 continue
             path.unlink()

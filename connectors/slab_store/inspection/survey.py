@@ -6,7 +6,6 @@ What engines leave out is left out here too.
 from __future__ import annotations
 
 import dataclasses
-import fcntl
 import os
 import time
 from collections.abc import Callable, Iterable
@@ -14,7 +13,14 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from interlace.connectors.kv_folders.identity import KVIdentity
-from interlace.connectors.slab_store.directory import MARKER, Limits, SlabDirectory, SlabFile
+from interlace.connectors.slab_store.directory import (
+    LEFTOVER_S,
+    MARKER,
+    Limits,
+    SlabDirectory,
+    SlabFile,
+    has_writer,
+)
 from interlace.connectors.slab_store.files import read_at
 from interlace.connectors.slab_store.inspection.reports import FileReport, LeftOut
 from interlace.connectors.slab_store.layout import (
@@ -30,8 +36,6 @@ from interlace.connectors.slab_store.space import Space
 from interlace.engine.errors import ConfigError
 from interlace.engine.ports import Progress
 
-LEFTOVER_S = 60.0
-"""So old is a slab being made whose maker is gone: as `SlabDirectory.collect` has it."""
 T = TypeVar("T")
 _WORDS = ("model", "dtype", "layout", "model_name")
 _NUMBERS = ("block_size", "group", "rank", "world_size", "num_layers", "page_bytes")
@@ -122,22 +126,9 @@ def is_leftover(file: SlabFile, now_ns: int) -> bool:
     if now_ns - file.used_ns <= LEFTOVER_S * 1e9:
         return False
     try:
-        return not is_written(file.path)
+        return not has_writer(file.path)
     except OSError:
         return False
-
-
-def is_written(path: Path) -> bool:
-    """Whether a living process writes to it. Raises: `OSError`."""
-    fd = _open(path)
-    try:
-        # Shared: readers ask in the same way, and must not take each other for a writer.
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(fd)
-    return False
 
 
 def _open(path: Path) -> int:

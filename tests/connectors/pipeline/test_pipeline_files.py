@@ -7,7 +7,7 @@ import errno
 import os
 import random
 import threading
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Literal
@@ -67,6 +67,17 @@ async def engine_of(
     model = model or deep_model()
     async with asyncio.timeout(2 * PATIENCE_S), AsyncEngine.from_loaded(config, model) as engine:
         yield engine
+
+
+def waiting_for(may_go_on: threading.Event) -> Callable[[int, memoryview, int], int]:
+    """`read_at`, whose reads of records hang until then."""
+
+    def hang(fd: int, buffer: memoryview, offset: int) -> int:
+        if len(buffer) == RECORD_BYTES:
+            may_go_on.wait(PATIENCE_S)
+        return read_at(fd, buffer, offset)
+
+    return hang
 
 
 def right(model: LoadedModel, prompt: Sequence[int], done: Completion) -> None:
@@ -180,14 +191,8 @@ async def test_a_read_that_hangs_costs_a_recompute_and_the_engine_ends_in_spite_
     folder, model = tmp_path / "kv", deep_model()
     await stored(folder)
     may_go_on = threading.Event()
-
-    def hang(fd: int, buffer: memoryview, offset: int) -> int:
-        if len(buffer) == RECORD_BYTES:
-            may_go_on.wait(PATIENCE_S)
-        return read_at(fd, buffer, offset)
-
     async with engine_of(folder, read_deadline_s=0.2) as engine:
-        monkeypatch.setattr(slabs, "read_at", hang)
+        monkeypatch.setattr(slabs, "read_at", waiting_for(may_go_on))
         done = await ask(engine, PROMPT, 5)
         right(model, PROMPT, done)
         other = some_tokens(5, 20)
@@ -204,14 +209,8 @@ async def test_a_reset_is_not_undone_by_a_read_that_comes_late(
     folder, model = tmp_path / "kv", deep_model()
     await stored(folder)
     may_go_on = threading.Event()
-
-    def hang(fd: int, buffer: memoryview, offset: int) -> int:
-        if len(buffer) == RECORD_BYTES:
-            may_go_on.wait(PATIENCE_S)
-        return read_at(fd, buffer, offset)
-
     async with engine_of(folder, kv_role="kv_consumer", read_deadline_s=0.2) as engine:
-        monkeypatch.setattr(slabs, "read_at", hang)
+        monkeypatch.setattr(slabs, "read_at", waiting_for(may_go_on))
         right(model, PROMPT, await ask(engine, PROMPT, 2))
         await until(lambda: engine.reset_prefix_cache(reset_connector=True))
         may_go_on.set()
@@ -231,14 +230,8 @@ async def test_a_block_that_hangs_is_not_promised_again_and_again(
     folder, model = tmp_path / "kv", deep_model()
     await stored(folder)
     may_go_on = threading.Event()
-
-    def hang(fd: int, buffer: memoryview, offset: int) -> int:
-        if len(buffer) == RECORD_BYTES:
-            may_go_on.wait(PATIENCE_S)
-        return read_at(fd, buffer, offset)
-
     async with engine_of(folder, read_deadline_s=0.2) as engine:
-        monkeypatch.setattr(slabs, "read_at", hang)
+        monkeypatch.setattr(slabs, "read_at", waiting_for(may_go_on))
         for number in range(4):
             done = await ask(engine, [*PROMPT, number], 2)
             right(model, [*PROMPT, number], done)
