@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from interlace.engine.ports import Progress
+from interlace.layers.architecture import Architecture
 from interlace.layers.attention import SequenceChunk
 from interlace.layers.decoder import Decoder
 from interlace.layers.kernels.gathered_attention import (
@@ -54,7 +55,9 @@ class LongChunks:
                 device=decoder.device,
             )
 
-    def _prefers(self, new: int, context: int) -> bool:
+    def _prefers(self, new: int, context: int, num_tokens: int | None = None) -> bool:
+        """For a chunk of a step of so many tokens; None: by the device alone, whatever else is in
+        the step."""
         a = self._decoder.architecture
         return self._decoder.device.type == "cuda" and prefers_gathered(
             new,
@@ -63,6 +66,7 @@ class LongChunks:
             head_dim=a.head_dim,
             dtype=self._decoder.dtype,
             num_sms=self._num_sms,
+            rest_flops=None if num_tokens is None else num_tokens * _matrix_flops(a),
         )
 
     def of(self, chunks: Sequence[SequenceChunk], block_table: Tensor) -> tuple[LongChunk, ...]:
@@ -70,10 +74,11 @@ class LongChunks:
         the faster way for all of them; else nothing. `block_table`: int32, a row for each."""
         long: list[LongChunk] = []
         begin = 0
+        num_tokens = sum(chunk.end - chunk.start for chunk in chunks)
         for row, chunk in enumerate(chunks):
             count = chunk.end - chunk.start
             if count > 1:
-                if self._workspace is None or not self._prefers(count, chunk.start):
+                if self._workspace is None or not self._prefers(count, chunk.start, num_tokens):
                     return ()
                 tokens = slice(begin, begin + count)
                 long.append(LongChunk(tokens, self._gathered(count, chunk.end, block_table[row])))
@@ -124,3 +129,9 @@ class LongChunks:
             ]
             piece *= 2
         return shapes
+
+
+def _matrix_flops(a: Architecture) -> float:
+    """Of one token in the matrix products of one layer."""
+    projections = a.hidden_size * (2 * a.q_size + 2 * a.kv_size)
+    return 2.0 * (projections + 3 * a.hidden_size * a.intermediate_size)

@@ -23,6 +23,12 @@ KEY_GRAIN = 1024
 MAX_HEAD_DIM = 128
 _TOKENS = 32
 _HEADS = 8
+_MATRIX_FLOPS = 700e12
+_LAUNCH_S = 0.28e-3
+"""Launching a layer takes the host so long with our kernel, and with the library so much more: for
+the chunk, and for each call. Other hosts of such machines took up to twice as long, for all."""
+_LAUNCH_GATHERED_S = 60e-6
+_LAUNCH_CALL_S = 25e-6
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -240,13 +246,24 @@ class Cut:
 
 
 def prefers_gathered(
-    new: int, context: int, *, num_heads: int, head_dim: int, dtype: torch.dtype, num_sms: int
+    new: int,
+    context: int,
+    *,
+    num_heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    num_sms: int,
+    rest_flops: float | None = None,
 ) -> bool:
-    """Whether the library is faster for such a chunk, by rates measured on an H200.
+    """Whether the library is faster for such a chunk, by rates measured beside an H200.
 
     Our kernel reaches 330 TFLOP/s in the longest chunks, but 265 where the keys are shared out
     among programs and joined. The library reaches 650 where 128 query rows of each head make whole
     waves of programs, but rows are padded, and each call costs 10 us more.
+
+    `rest_flops`: of the rest of the layer. A small model's layers are computed sooner than launched
+    and the library takes longer to launch, so then it is not worth it. None: the device alone
+    counts.
     """
     if dtype not in (torch.bfloat16, torch.float16) or head_dim > MAX_HEAD_DIM:
         return False
@@ -256,7 +273,12 @@ def prefers_gathered(
     ours = per_score * new * (context + new / 2) / rate
     prefix = per_score * _padded(new) * cut.before / _library_rate(_padded(new), num_heads, num_sms)
     chunk = per_score * cut.rows**2 / 2 / _library_rate(cut.rows, num_heads, num_sms)
-    return prefix + 1.2 * chunk + 10e-6 * (5 + len(cut.pieces)) < ours
+    library = prefix + 1.2 * chunk + 10e-6 * (5 + len(cut.pieces))
+    if rest_flops is None or library >= ours:
+        return library < ours
+    rest = rest_flops / _MATRIX_FLOPS
+    launch = _LAUNCH_S + _LAUNCH_GATHERED_S + _LAUNCH_CALL_S * (1 + len(cut.pieces))
+    return max(rest + library, launch) < max(rest + ours, _LAUNCH_S)
 
 
 def _library_rate(rows: int, num_heads: int, num_sms: int) -> float:

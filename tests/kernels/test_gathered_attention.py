@@ -86,3 +86,25 @@ def test_only_long_chunks_are_gathered(new: int, context: int, preferred: bool) 
             new, context, num_heads=32, head_dim=128, dtype=dtype, num_sms=132
         )
         assert choice == (preferred and possible)
+
+
+@pytest.mark.parametrize(
+    ("new", "context", "preferred"),
+    [(688, 8192, False), (1024, 8192, False), (1984, 2048, False), (1984, 8192, True)],
+)
+def test_a_small_model_takes_the_library_only_where_the_device_is_slower_than_its_launch(
+    new: int, context: int, preferred: bool
+) -> None:
+    """The choices by which the first token of a 0.6B shape was sooner on an H200; by the device's
+    time alone it would be the library each time."""
+    layer_flops = 2 * (1024 * (2 * 2048 + 2 * 1024) + 3 * 1024 * 3072)
+    for rest_flops, choice in ((new * layer_flops, preferred), (None, True)):
+        assert choice == prefers_gathered(
+            new,
+            context,
+            num_heads=16,
+            head_dim=128,
+            dtype=torch.bfloat16,
+            num_sms=132,
+            rest_flops=rest_flops,
+        )
