@@ -32,6 +32,7 @@ from interlace.layers.cuda_copies import (
     cuda_memcpy_batch,
 )
 from interlace.layers.page_runs import expand_runs
+from interlace.layers.record_space import RecordSpace
 
 if TYPE_CHECKING:
     from interlace.layers.kernels.page_gather import PageGather, Pairs
@@ -118,7 +119,7 @@ class PageCopies:
 
     def __init__(
         self,
-        records: torch.Tensor,
+        records: torch.Tensor | RecordSpace,
         layers: Sequence[torch.Tensor],
         *,
         memcpy: Memcpy2D | None = None,
@@ -127,7 +128,8 @@ class PageCopies:
         most_strided_runs: int = MOST_STRIDED_RUNS,
         strided_run_bytes: int = STRIDED_RUN_BYTES,
     ) -> None:
-        """`records`: uint8 [num_records, num_layers, page_bytes], contiguous, pinned for a GPU.
+        """`records`: uint8 [num_records, num_layers, page_bytes], contiguous, pinned for a GPU; or
+        such records with others beside them, that are only loaded from.
 
         `layers`: pages [num_blocks, ...] in order of depth, each block's contiguous; blocks may lie
         further apart. `memcpy` is for pages on a GPU, or for tests: None takes the driver's
@@ -141,9 +143,8 @@ class PageCopies:
         neither the driver's copies nor kernels can be had.
         """
         self._rows = [_page_rows(i, pages) for i, pages in enumerate(layers)]
-        _check_records(records, self._rows)
-        self._records = records  # kept, since copies know addresses only
-        self._num_records = len(records)
+        space = self._space = RecordSpace.over(records)
+        _check_records(space.host, self._rows)
         self._num_blocks, self._page_bytes = (int(n) for n in self._rows[0].shape)
         self._most_strided_runs = most_strided_runs
         self._strided_run_bytes = strided_run_bytes
@@ -151,16 +152,15 @@ class PageCopies:
         self._is_host = device.type == "cpu" and memcpy is None
         self._strided_batch = None if self._is_host else strided_batch
         if self._is_host:
-            self._host_records = records.numpy()
             self._host_rows = [rows.numpy() for rows in self._rows]
             return
         self._memcpy = memcpy or cuda_memcpy_2d(device)
         self._batch = batch
         # Asked once: a tensor takes longer to tell than a copy to queue.
-        self._record_rows = _Rows.of(records)
+        self._record_pitch = space.host.stride(0)
         self._layer_rows = [_Rows.of(rows) for rows in self._rows]
         self._layers_at, self._layer_pitches = np.array(self._layer_rows, np.uint64).T
-        self._gather = _page_gather(records, self._rows)
+        self._gather = _page_gather(space, self._rows)
         if self._memcpy is None and self._gather is None:
             raise ConnectorError(
                 f"nothing here copies KV between host memory and {device}: install cuda-bindings,"
@@ -168,7 +168,9 @@ class PageCopies:
             )
 
     @classmethod
-    def within_steps(cls, records: torch.Tensor, layers: Sequence[torch.Tensor]) -> Self:
+    def within_steps(
+        cls, records: torch.Tensor | RecordSpace, layers: Sequence[torch.Tensor]
+    ) -> Self:
         """For what a step waits for: by the kernel where that is faster. On a stream that is not
         the default one.
 
@@ -177,13 +179,15 @@ class PageCopies:
         return cls(records, layers, strided_batch=_strided_batch(layers))
 
     @classmethod
-    def beside_compute(cls, records: torch.Tensor, layers: Sequence[torch.Tensor]) -> Self:
+    def beside_compute(
+        cls, records: torch.Tensor | RecordSpace, layers: Sequence[torch.Tensor]
+    ) -> Self:
         """For what goes on while others compute: by copy engines, if the driver can do it. On a
         stream that is not the default one.
 
         See the constructor. Waits for the device.
         """
-        page_bytes = records.shape[-1]
+        page_bytes = RecordSpace.over(records).host.shape[-1]
         strided_batch, batch = _strided_batch(layers), None
         if _are_on_cuda(layers) and page_bytes >= BATCHED_PAGE_BYTES:
             batch = cuda_memcpy_batch(layers[0].device)
@@ -213,11 +217,12 @@ class PageCopies:
         """Check runs, once for all layers. Raises: `ConnectorError` for what lies outside."""
         num_blocks = 0
         for record, block, count in runs:
-            fits_records = record >= 0 and record + count <= self._num_records
+            fits_records = self._space.holds(record, count)
             if count < 1 or not fits_records or block < 1 or block + count > self._num_blocks:
                 raise ConnectorError(
                     f"a copy of {count} blocks between record {record} and block {block} does not"
-                    f" fit {self._num_records} records and blocks 1 to {self._num_blocks - 1}:"
+                    f" fit {self._space.num_host_records} records and blocks 1 to"
+                    f" {self._num_blocks - 1}, or what is mapped beside these:"
                     " mend the connector's scheduler side."
                 )
             num_blocks += count
@@ -292,13 +297,12 @@ class PageCopies:
     ) -> tuple[StridedRows, StridedRows]:
         """(targets, sources) of copies that begin at these records and blocks: [layers, copies]."""
         chosen = np.arange(layers.start, layers.stop, dtype=np.uint64)[:, None]
-        records_at, pitch = (np.uint64(number) for number in self._record_rows)
-        host = records_at + records * pitch + chosen * np.uint64(self._page_bytes)
+        host = self._space.addresses(records) + chosen * np.uint64(self._page_bytes)
         pages_at, pitches = (
             numbers[layers.start : layers.stop, None]
             for numbers in (self._layers_at, self._layer_pitches)
         )
-        kept = StridedRows(host, self._record_rows.pitch)
+        kept = StridedRows(host, self._record_pitch)
         pages = StridedRows(pages_at + blocks * pitches, pitches)
         return (pages, kept) if to_pages else (kept, pages)
 
@@ -327,9 +331,10 @@ class PageCopies:
         return Copied(runs.way, num_copies, num_layers * runs.num_blocks * self._page_bytes)
 
     def _copy_on_host(self, layer: int, runs: Runs, *, to_pages: bool) -> None:
-        records, pages = self._host_records, self._host_rows[layer]
+        pages = self._host_rows[layer]
         for record, block, count in runs.runs:
-            kept, page = records[record : record + count, layer], pages[block : block + count]
+            kept = self._space.rows(record, count)[:, layer]
+            page = pages[block : block + count]
             if to_pages:
                 page[:] = kept
             else:
@@ -354,12 +359,12 @@ class PageCopies:
     def _copy_strided(self, layer: int, runs: Sequence[Run], *, to_pages: bool) -> None:
         memcpy, width = self._memcpy, self._page_bytes
         assert memcpy is not None, "this way is not chosen without it"
-        records_at, pitch = self._record_rows
-        records_at += layer * width
+        pitch, behind = self._record_pitch, layer * width
         pages_at, page_pitch = self._layer_rows[layer]
         stream = memcpy.current_stream()
         for record, block, count in runs:
-            host, device = records_at + record * pitch, pages_at + block * page_pitch
+            host = self._space.address(record) + behind
+            device = pages_at + block * page_pitch
             if to_pages:
                 memcpy.copy(device, page_pitch, host, pitch, width, count, stream, to_device=True)
             else:
@@ -374,14 +379,14 @@ def _strided_batch(layers: Sequence[torch.Tensor]) -> Memcpy2DBatch | None:
     return cuda_memcpy_2d_batch(layers[0].device) if _are_on_cuda(layers) else None
 
 
-def _page_gather(records: torch.Tensor, rows: Sequence[torch.Tensor]) -> PageGather | None:
+def _page_gather(records: RecordSpace, rows: Sequence[torch.Tensor]) -> PageGather | None:
     """The kernel, if one can run where the pages lie. A process without a GPU imports none."""
     from interlace.layers.kernels import toolchain
 
     device = rows[0].device
     if not toolchain.runs_on(device):
         return None
-    if device.type == "cuda" and not records.is_pinned():
+    if device.type == "cuda" and not records.host.is_pinned():
         raise ConnectorError(
             f"records lie in memory that {device} cannot read: pin it, or register it with CUDA."
         )

@@ -23,9 +23,7 @@ from interlace.layers.kernels.toolchain import (
     tl,
 )
 from interlace.layers.page_runs import expand_runs
-
-_RECORD, _BLOCK = 0, 1
-"""Columns of pairs."""
+from interlace.layers.record_space import RecordSpace
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -47,32 +45,40 @@ need 110 KiB at all times, and a program asks for nothing while it reads where i
 
 @jit("num_tiles")
 def page_gather_kernel(
-    source: Pointer,
-    target: Pointer,
+    records: Pointer,
+    pages: Pointer,
     pairs: Pointer,
     num_tiles: Scalar,
-    source_stride: constexpr,
-    target_stride: constexpr,
+    page_stride: constexpr,
     page_words: constexpr,
     tile: constexpr,
-    source_column: constexpr,
+    grain: constexpr,
+    loads: constexpr,
 ) -> None:
-    """Rows of `target` become rows of `source`, by pairs of row numbers. Grid: any number.
+    """Pages of one layer become those of records, or the other way round. Grid: any number.
+
+    Pairs say where a record lies, in words behind `records`, and which block is its.
 
     Programs take tiles in turn, so that all of them read neighbouring host memory. Strides are in
-    words. What was read is not read again, so it goes from the caches first.
+    words, and records lie multiples of `grain` words apart. What was read is not read again, so it
+    goes from the caches first.
     """
     tiles_per_page: constexpr = (page_words + tile - 1) // tile
     lane = tl.arange(0, tile)
     for i in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
         pair = pairs + 2 * (i // tiles_per_page)
-        source_row = tl.load(pair + source_column).to(tl.int64)
-        target_row = tl.load(pair + (1 - source_column)).to(tl.int64)
+        record = tl.multiple_of(tl.load(pair), grain)
+        block = tl.load(pair + 1)
         word = (i % tiles_per_page) * tile + lane
         inside = word < page_words
-        source_at = source + source_row * source_stride + word
-        words = tl.load(source_at, mask=inside, eviction_policy="evict_first")
-        tl.store(target + target_row * target_stride + word, words, mask=inside)
+        kept = records + record + word
+        page = pages + block * page_stride + word
+        if loads:
+            words = tl.load(kept, mask=inside, eviction_policy="evict_first")
+            tl.store(page, words, mask=inside)
+        else:
+            words = tl.load(page, mask=inside, eviction_policy="evict_first")
+            tl.store(kept, words, mask=inside)
 
 
 @jit("num_tiles", "tiles_per_layer", "first_layer")
@@ -84,10 +90,10 @@ def record_gather_kernel(
     num_tiles: Scalar,
     tiles_per_layer: Scalar,
     first_layer: Scalar,
-    record_stride: constexpr,
     page_stride: constexpr,
     page_words: constexpr,
     tile: constexpr,
+    grain: constexpr,
     loads: constexpr,
 ) -> None:
     """As `page_gather_kernel`, over several layers: those of whole records. Grid: any number.
@@ -100,11 +106,11 @@ def record_gather_kernel(
         layer = (first_layer + i // tiles_per_layer).to(tl.int64)
         of_layer = i % tiles_per_layer
         pair = pairs + 2 * (of_layer // tiles_per_page)
-        record = tl.load(pair).to(tl.int64)
-        block = tl.load(pair + 1).to(tl.int64)
+        record = tl.multiple_of(tl.load(pair), grain)
+        block = tl.load(pair + 1)
         word = (of_layer % tiles_per_page) * tile + lane
         inside = word < page_words
-        kept = records + record * record_stride + layer * page_words + word
+        kept = records + record + layer * page_words + word
         page = pages + tl.multiple_of(tl.load(places + layer), 2) + block * page_stride + word
         if loads:
             words = tl.load(kept, mask=inside, eviction_policy="evict_first")
@@ -118,14 +124,16 @@ class Pairs:
     """Which record belongs to which block, on the device. To be kept while copies use it."""
 
     def __init__(
-        self, numbers: np.ndarray[tuple[int, int], np.dtype[np.int32]], device: torch.device
+        self, numbers: np.ndarray[tuple[int, int], np.dtype[np.int64]], device: torch.device
     ) -> None:
-        """`numbers`: int32 [pairs, (record, block)]. Queues their upload on the current stream."""
+        """`numbers`: int64 [pairs, (words behind the records, block)]. Queues their upload on the
+        current stream."""
         self.count = len(numbers)
-        self._host = torch.empty(numbers.shape, dtype=torch.int32, pin_memory=device.type == "cuda")
+        self._host = torch.empty(numbers.shape, dtype=torch.int64, pin_memory=device.type == "cuda")
         self._host.numpy()[:] = numbers
-        self.on_device = torch.empty(numbers.shape, dtype=torch.int32, device=device)
-        read_words(self._host, self.on_device, numbers.size)
+        self.on_device = torch.empty(numbers.shape, dtype=torch.int64, device=device)
+        words = self._host.view(torch.int32), self.on_device.view(torch.int32)
+        read_words(*words, 2 * numbers.size)
 
 
 class PageGather:
@@ -135,17 +143,24 @@ class PageGather:
     """
 
     def __init__(
-        self, records: Tensor, layers: Sequence[Tensor], *, tiles: GatherTiles = GATHER_TILES
+        self,
+        records: Tensor | RecordSpace,
+        layers: Sequence[Tensor],
+        *,
+        tiles: GatherTiles = GATHER_TILES,
     ) -> None:
-        """`records`: uint8 [num_records, num_layers, page_bytes], contiguous, pinned for a GPU.
+        """`records`: uint8 [num_records, num_layers, page_bytes], contiguous, pinned for a GPU; or
+        such records with others beside them.
 
         `layers`: uint8 [num_blocks, page_bytes] on one device, pages contiguous; `tiles` is for
         measuring. Pages and records whose addresses and strides are divisible by 8 are copied fast.
         """
-        word = _word(records, layers)
-        by_layer = records.view(word).unbind(1)
+        self._space = RecordSpace.over(records)
+        host = self._space.host
+        word = _word(host, layers)
+        by_layer = host.view(word).unbind(1)
         self._layers = [
-            (kept, kept.stride(0), rows.view(word), rows.stride(0) // word.itemsize)
+            (kept, rows.view(word), rows.stride(0) // word.itemsize)
             for kept, rows in zip(by_layer, layers, strict=True)
         ]
         self._device = layers[0].device
@@ -154,13 +169,17 @@ class PageGather:
         self._tiles_per_page = -(-self._page_words // self._tile)
         self._grid = (tiles.programs,)
         self._num_warps = tiles.num_warps
-        self._records = records.view(word)
+        self._records = host.view(word)
+        self._word_bytes = word.itemsize
+        # Of what is mapped all begins at a page of the system's.
+        aligned = host.data_ptr() % 16 == 0 and host.stride(0) % 16 == 0
+        self._grain = 16 // word.itemsize if aligned else 1
         self._places = _places(self._layers, self._device)
         self._warm_up()
 
     def _warm_up(self) -> None:
         """Copy nothing, of each layer: how its memory is aligned chooses the code."""
-        nothing = Pairs(np.zeros((1, 2), np.int32), self._device)
+        nothing = Pairs(np.zeros((1, 2), np.int64), self._device)
         nothing.count = 0
         layers = range(len(self._layers))
         for layer in layers:
@@ -176,17 +195,18 @@ class PageGather:
 
         Nothing is checked here.
         """
-        return Pairs(expand_runs(runs).astype(np.int32), self._device)
+        places = expand_runs(runs)
+        at = self._space.addresses(places[:, 0].astype(np.uint64)).astype(np.int64)
+        places[:, 0] = (at - self._records.data_ptr()) // self._word_bytes
+        return Pairs(places, self._device)
 
     def load(self, layer: int, pairs: Pairs) -> None:
         """From records into the pages of `layer`. No block may be in two pairs."""
-        kept, stride, rows, row_stride = self._layers[layer]
-        self._launch(kept, rows, pairs, stride, row_stride, _RECORD)
+        self._copy(layer, pairs, loads=True)
 
     def save(self, layer: int, pairs: Pairs) -> None:
         """From the pages of `layer` into records. No record may be in two pairs."""
-        kept, stride, rows, row_stride = self._layers[layer]
-        self._launch(rows, kept, pairs, row_stride, stride, _BLOCK)
+        self._copy(layer, pairs, loads=False)
 
     def copy_layers(self, layers: range, pairs: Pairs, *, loads: bool) -> None:
         """Of these layers, in one go where their pages lie alike: `load` or `save`."""
@@ -194,38 +214,28 @@ class PageGather:
             for layer in layers:
                 (self.load if loads else self.save)(layer, pairs)
             return
-        _, record_stride, rows, row_stride = self._layers[0]
+        _, rows, row_stride = self._layers[0]
         tiles = pairs.count * self._tiles_per_page
         record_gather_kernel[self._grid](
             self._records, rows, self._places, pairs.on_device, len(layers) * tiles,
-            max(1, tiles), layers.start, record_stride=record_stride, page_stride=row_stride,
-            page_words=self._page_words, tile=self._tile, loads=loads, num_warps=self._num_warps,
+            max(1, tiles), layers.start, page_stride=row_stride, page_words=self._page_words,
+            tile=self._tile, grain=self._grain, loads=loads, num_warps=self._num_warps,
         )  # fmt: skip
 
-    def _launch(
-        self,
-        source: Tensor,
-        target: Tensor,
-        pairs: Pairs,
-        source_stride: int,
-        target_stride: int,
-        source_column: int,
-    ) -> None:
+    def _copy(self, layer: int, pairs: Pairs, *, loads: bool) -> None:
+        kept, rows, row_stride = self._layers[layer]
         page_gather_kernel[self._grid](
-            source, target, pairs.on_device, pairs.count * self._tiles_per_page,
-            source_stride=source_stride, target_stride=target_stride,
-            page_words=self._page_words, tile=self._tile, source_column=source_column,
-            num_warps=self._num_warps,
+            kept, rows, pairs.on_device, pairs.count * self._tiles_per_page,
+            page_stride=row_stride, page_words=self._page_words, tile=self._tile,
+            grain=self._grain, loads=loads, num_warps=self._num_warps,
         )  # fmt: skip
 
 
-def _places(
-    layers: Sequence[tuple[Tensor, int, Tensor, int]], device: torch.device
-) -> Tensor | None:
+def _places(layers: Sequence[tuple[Tensor, Tensor, int]], device: torch.device) -> Tensor | None:
     """int64 [layers]: where the pages of each begin, in words behind those of the first one; None
     if they lie differently."""
-    _, _, first, stride = layers[0]
-    places = [rows.data_ptr() - first.data_ptr() for _, _, rows, _ in layers]
+    _, first, stride = layers[0]
+    places = [rows.data_ptr() - first.data_ptr() for _, rows, _ in layers]
     size = first.itemsize
     are_alike = all(row_stride == stride for *_, row_stride in layers)
     if not are_alike or any(place % (2 * size) for place in places):

@@ -18,6 +18,7 @@ from interlace.layers import page_copies
 from interlace.layers.kernels.page_gather import GATHER_TILES, GatherTiles, PageGather
 from interlace.layers.kernels.toolchain import INTERPRETED
 from interlace.layers.page_copies import MOST_STRIDED_RUNS, CopyWay, PageCopies, Run
+from interlace.layers.record_space import RecordSpace
 
 interpreted = pytest.mark.skipif(not INTERPRETED, reason="set TRITON_INTERPRET=1 to run these")
 
@@ -102,6 +103,43 @@ def test_the_kernel_copies_the_right_bytes_and_no_others(
     assert pairs.count == sum(count for *_, count in runs)
     assert torch.equal(records, before)
     assert all(map(torch.equal, map(behind, layers), memory))
+
+
+@interpreted
+@settings(max_examples=20, deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    page_bytes=st.sampled_from([2, 8, 36, 64, 1536]),
+    all_layers=st.booleans(),
+)
+def test_records_beside_the_others_are_loaded_too(
+    seed: int, page_bytes: int, all_layers: bool
+) -> None:
+    """Whether they lie before or behind them in memory."""
+    rng = random.Random(seed)
+    space = RecordSpace(filled(NUM_RECORDS, NUM_LAYERS, page_bytes))
+    mapped = [filled(count, NUM_LAYERS, page_bytes).numpy() for count in (3, 1, 7)]
+    firsts = [space.map(rows) for rows in mapped]
+    lies = {
+        first + i: row
+        for first, rows in zip(firsts, mapped, strict=True)
+        for i, row in enumerate(rows)
+    }
+    lies |= {i: space.host[i].numpy() for i in range(NUM_RECORDS)}
+    layers = layers_of(page_bytes, 0, 0)
+    wanted = [rows.clone() for rows in layers]
+    chosen = rng.sample(sorted(lies), rng.randint(1, 20))
+    for block, record in enumerate(chosen, 1):
+        for layer, rows in enumerate(wanted):
+            rows[block] = torch.from_numpy(lies[record][layer].copy())
+    gather = PageGather(space, layers)
+    pairs = gather.pairs([(record, block, 1) for block, record in enumerate(chosen, 1)])
+    if all_layers:
+        gather.copy_layers(range(NUM_LAYERS), pairs, loads=True)
+    else:
+        for layer in range(NUM_LAYERS):
+            gather.load(layer, pairs)
+    assert all(map(torch.equal, layers, wanted))
 
 
 @interpreted
