@@ -37,8 +37,8 @@ def _splitmix(first: int, count: int) -> Words:
 
 
 @functools.lru_cache(maxsize=8)
-def _factors(num_rows: int) -> tuple[Words, Words]:
-    """(of rows, of columns)."""
+def factors(num_rows: int) -> tuple[Words, Words]:
+    """(of so many rows, of columns): for who adds up the same elsewhere. Not to be changed."""
     columns = _splitmix(0, COLUMNS) & ~np.uint64(1)
     rows = _splitmix(COLUMNS, num_rows) | np.uint64(1)
     return rows, columns
@@ -48,7 +48,7 @@ def checksum(data: npt.NDArray[np.uint8]) -> int:
     """Of a record, uint8, contiguous, of any shape. Any thread; lets others run meanwhile."""
     flat = data.reshape(-1)
     num_whole = len(flat) // (COLUMNS * _WORD_BYTES)
-    rows, columns = _factors(num_whole + 1)
+    rows, columns = factors(num_whole + 1)
     body = flat[: num_whole * COLUMNS * _WORD_BYTES].view(np.uint32).reshape(num_whole, COLUMNS)
     rest = np.zeros(COLUMNS * _WORD_BYTES, np.uint8)
     rest[: len(flat) - body.nbytes] = flat[body.nbytes :]
