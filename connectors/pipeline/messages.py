@@ -186,6 +186,8 @@ class PipelineReport(KVConnectorWorkerMetadata):
     damaged: frozenset[int] = frozenset()
     """Those of them that will never be: what lies there is not what was written, or has gone."""
     fetches: tuple[LoadSample, ...] = ()
+    unstored: frozenset[int] = frozenset()
+    """Records of the orders in `stored` that were not written."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> PipelineReport:
         """Both. There is one worker: only `MultiConnector` and empty steps bring two together."""
@@ -201,6 +203,7 @@ class PipelineReport(KVConnectorWorkerMetadata):
             self.unfetched | other.unfetched,
             self.damaged | other.damaged,
             self.fetches + other.fetches,
+            self.unstored | other.unstored,
         )
 
 

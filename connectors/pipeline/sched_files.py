@@ -160,13 +160,14 @@ class FileTier:
         orders, self._orders = self._orders, []
         return tuple(orders)
 
-    def end_stores(self, store_ids: frozenset[int]) -> None:
-        """The worker side has done with these."""
+    def end_stores(self, store_ids: frozenset[int], unstored: frozenset[int]) -> None:
+        """The worker side has done with these. Records in `unstored` were not written."""
         for store_id in sorted(store_ids & self._open.keys()):
             order = self._open.pop(store_id)
             self._num_open_parts -= len(order.parts)
             self._index.unpin([part.record for part in order.parts])
-            self._stored.end_store([part.block_hash for part in order.parts])
+            dropped = {part.block_hash for part in order.parts if part.record in unstored}
+            self._stored.end_store([part.block_hash for part in order.parts], dropped)
 
     @property
     def has_orders(self) -> bool:

@@ -85,6 +85,9 @@ class _OpenLoad(NamedTuple):
     """Of a load from the back."""
     fetched: tuple[int, ...] = ()
     """The records among these into which blocks are read from files."""
+    failed: frozenset[int] = frozenset()
+    """Block ids that were not filled, once that was reported: a read or a copy that is late goes on
+    for a while, and the load with it."""
 
     @property
     def num_open_blocks(self) -> int:
@@ -482,9 +485,9 @@ class PipelineScheduler:
             if opened is not None and opened.split is not None:
                 opened.split.follow(share, has_ended=share.load_id in report.loaded)
         for load_id in report.loaded:
-            self._end_load(load_id, invalid, report)
+            self._end_load(load_id, report)
         if self._files is not None:
-            self._files.end_stores(report.stored)
+            self._files.end_stores(report.stored, report.unstored)
             self._fetch_rate.add(report.fetches)
         self._planner.allow(report.copied)
         self._planner.fail(report.failed)
@@ -494,8 +497,12 @@ class PipelineScheduler:
     def _distrust_loads(self, invalid: set[int]) -> None:
         """Records that could not be loaded are not promised again, and who lost some is promised
         nothing more: a load that fails each time would be promised for ever."""
-        for opened in self._open_loads.values():
-            records = [opened.records[block_id] for block_id in opened.records.keys() & invalid]
+        for load_id, opened in self._open_loads.items():
+            failed = frozenset(opened.records.keys() & invalid)
+            if opened.failed or not failed:  # what is said later is about others' loads
+                continue
+            self._open_loads[load_id] = opened._replace(failed=failed)
+            records = [opened.records[block_id] for block_id in failed]
             for record in records:
                 self.index.forget(record)
             if self._files is not None:
@@ -504,7 +511,7 @@ class PipelineScheduler:
             tracked.num_settled = 0
             tracked.load_failed |= not invalid.isdisjoint(tracked.block_ids)
 
-    def _end_load(self, load_id: int, invalid: set[int], report: PipelineReport) -> None:
+    def _end_load(self, load_id: int, report: PipelineReport) -> None:
         """A load reads no record any more. What it loaded was used last of all only now, and its
         head still goes last."""
         opened = self._open_loads.pop(load_id, None)
@@ -516,7 +523,7 @@ class PipelineScheduler:
             parents = dict(zip(opened.prefix[1:], opened.prefix, strict=False))
             self._files.settle(opened.fetched, report.unfetched, report.damaged, parents)
         self.index.touch(opened.prefix)
-        num_failed = len(opened.records.keys() & invalid)
+        num_failed = len(opened.failed)
         self._counter.add("blocks_loaded", max(0, opened.num_blocks - num_failed))
         self._counter.add("blocks_failed_to_load", num_failed)
 

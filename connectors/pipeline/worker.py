@@ -391,9 +391,11 @@ class PipelineWorker:
         samples, self._fetch_samples = self._fetch_samples, []
         ended = self._failed_fetches.keys() & report.loaded
         failed = [self._failed_fetches.pop(load_id) for load_id in ended]
+        stored, unstored = files.take_stored()
         return dataclasses.replace(
             report,
-            stored=files.take_stored(),
+            stored=stored,
+            unstored=unstored,
             unfetched=frozenset().union(*(one.failed for one in failed)),
             damaged=frozenset().union(*(one.damaged for one in failed)),
             fetches=tuple(samples),

@@ -123,7 +123,7 @@ class FileWork:
             most_queued_bytes=max(space.record_bytes, records.nbytes // _SHARE_OF_MEMORY),
             clock=clock,
         )
-        self._open_writes: dict[int, Write] = {}
+        self._open_writes: dict[int, tuple[StoreOrder, Write]] = {}
 
     @property
     def counts(self) -> WriteCounts:
@@ -141,12 +141,13 @@ class FileWork:
 
     def store(self, order: StoreOrder) -> None:
         """Begin to write these, or drop them if too much waits already."""
-        self._open_writes[order.store_id] = self._writes.write(
+        write = self._writes.write(
             [
                 NewRecord(part.block_hash, part.parent_hash, self._row(part.record), order.made_ns)
                 for part in order.parts
             ]
         )
+        self._open_writes[order.store_id] = order, write
 
     def _row(self, record: int) -> npt.NDArray[np.uint8]:
         row: npt.NDArray[np.uint8] = self._records[record].reshape(-1)
@@ -156,13 +157,16 @@ class FileWork:
         """Take note of what has ended, and give up on what hangs."""
         self._reads.poll()
 
-    def take_stored(self) -> frozenset[int]:
-        """Orders that have ended since the last call. Looks after the limits, too."""
+    def take_stored(self) -> tuple[frozenset[int], frozenset[int]]:
+        """(orders that have ended since the last call, those of their records that were not
+        written). Looks after the limits, too."""
         self._writes.tend()
-        ended = frozenset(number for number, write in self._open_writes.items() if write.is_done)
+        ended = [number for number, (_, write) in self._open_writes.items() if write.is_done]
+        unwritten = set[int]()
         for number in ended:
-            del self._open_writes[number]
-        return ended
+            order, write = self._open_writes.pop(number)
+            unwritten.update(part.record for part in order.parts[len(write.places) :])
+        return frozenset(ended), frozenset(unwritten)
 
     @property
     def is_storing(self) -> bool:

@@ -11,7 +11,7 @@ import itertools
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 
 from interlace.connectors.slab_store.catalog import Catalog, Place
 from interlace.engine.errors import LaneClosedError, LaneFullError
@@ -51,6 +51,7 @@ class StoredBlocks:
         self._avoided: dict[bytes, float] = {}
         """Until when a block is not to be found."""
         self._uses: OrderedDict[bytes, int] = OrderedDict()
+        """Of blocks that have not been stored since."""
         self.refresh()
 
     @property
@@ -123,13 +124,10 @@ class StoredBlocks:
             return False
         if self._threshold <= 1:
             return True
-        uses = self._uses.pop(block_hash, 0) + 1
-        if uses >= self._threshold:
-            return True
-        self._uses[block_hash] = uses
+        uses = self._uses[block_hash] = self._uses.pop(block_hash, 0) + 1
         if len(self._uses) > MOST_SEEN:
             self._uses.popitem(last=False)
-        return False
+        return uses >= self._threshold
 
     def begin_store(self, block_hashes: Sequence[bytes]) -> int:
         """These are being stored: nobody else is to do it. When that is, since the epoch: their
@@ -137,9 +135,13 @@ class StoredBlocks:
         self._being_stored.update(block_hashes)
         return self._now_ns()
 
-    def end_store(self, block_hashes: Sequence[bytes]) -> None:
-        """That has ended, well or badly. A look that is begun from now on finds what is stored."""
+    def end_store(self, block_hashes: Sequence[bytes], dropped: Container[bytes] = ()) -> None:
+        """That has ended. A look that is begun from now on finds what is stored. `dropped` were
+        not, so their next use is enough."""
         self._being_stored.difference_update(block_hashes)
+        for block_hash in block_hashes:
+            if block_hash not in dropped:
+                self._uses.pop(block_hash, None)
         self._looked_s = float("-inf")
 
     def close(self, timeout_s: float) -> bool:

@@ -144,6 +144,17 @@ def test_a_block_is_worth_storing_at_its_so_manieth_use(threshold: int, tmp_path
     assert not any(one.stored.wants(block_hash(0)) for _ in range(threshold))
 
 
+def test_what_was_dropped_is_worth_storing_at_its_next_use(tmp_path: Path) -> None:
+    """What was written and has gone since is not: its uses are counted anew."""
+    one = world(tmp_path, threshold=3)
+    dropped, written = hashes = [block_hash(0), block_hash(1)]
+    assert [all([*map(one.stored.wants, hashes)]) for _ in range(3)] == [False, False, True]
+    one.stored.begin_store(hashes)
+    one.stored.end_store(hashes, {dropped})
+    assert [one.stored.wants(dropped), one.stored.wants(written)] == [True, False]
+    assert one.stored.wants(dropped), "until it is stored"
+
+
 def test_a_store_that_cannot_be_looked_at_is_told_and_asked_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -1,0 +1,84 @@
+"""What the scheduler side orders to be written to files, and to be read from there."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+from slab_writing_kit import SPACE, block_hash
+
+from interlace.connectors.pipeline.host_index import HostIndex
+from interlace.connectors.pipeline.messages import StoreOrder
+from interlace.connectors.pipeline.sched_files import FileTier
+from interlace.connectors.pipeline.sched_stats import Counter
+from interlace.connectors.slab_store.catalog import Catalog
+from interlace.connectors.slab_store.lookup import StoredBlocks
+from interlace.layers.virtual_lanes import VirtualLanes
+
+
+@dataclasses.dataclass
+class World:
+    index: HostIndex
+    counter: Counter
+    files: FileTier
+
+    def save(self, *numbers: int) -> None:
+        """A save has brought these to memory."""
+        hashes = [block_hash(number) for number in numbers]
+        records = self.index.allocate(len(hashes))
+        assert records is not None
+        self.index.store(records, hashes, None)
+        self.offer(*numbers)
+
+    def offer(self, *numbers: int) -> None:
+        self.files.offer([block_hash(number) for number in numbers], None)
+
+    def orders(self) -> list[tuple[StoreOrder, list[int]]]:
+        """New ones, and the numbers of their blocks."""
+        return [
+            (order, [int.from_bytes(part.block_hash, "big") for part in order.parts])
+            for order in self.files.take_orders()
+        ]
+
+    def end(self, order: StoreOrder, *, is_written: bool) -> None:
+        records = frozenset(part.record for part in order.parts)
+        self.files.end_stores(frozenset([order.store_id]), frozenset() if is_written else records)
+
+
+def world(root: Path, *, num_records: int = 8, threshold: int = 1) -> World:
+    index, counter = HostIndex(num_records), Counter()
+    lane = VirtualLanes(0, "lazy").lane("look")
+    stored = StoredBlocks(Catalog(root, SPACE), lane, threshold=threshold)
+    return World(index, counter, FileTier(stored, index, counter))
+
+
+def test_an_order_that_was_dropped_is_made_again_at_the_next_use(tmp_path: Path) -> None:
+    one = world(tmp_path, threshold=2)
+    one.save(0)
+    assert one.orders() == []
+    one.offer(0)
+    ((order, numbers),) = one.orders()
+    assert numbers == [0]
+    one.end(order, is_written=False)
+    one.offer(0)
+    ((order, numbers),) = one.orders()
+    assert numbers == [0]
+    one.end(order, is_written=True)
+    one.offer(0)
+    assert one.orders() == [], "no look has found it yet, and its uses are counted anew"
+
+
+def test_what_waits_too_long_a_queue_is_ordered_at_the_next_use(tmp_path: Path) -> None:
+    """A quarter of all records may wait to be written."""
+    one = world(tmp_path, threshold=2)
+    one.save(0, 1, 2)
+    one.offer(0, 1, 2)
+    ((order, numbers),) = one.orders()
+    assert numbers == [0, 1]
+    stats = one.counter.take()
+    assert stats is not None
+    assert stats.data == {"stores_dropped": 1}
+    one.end(order, is_written=True)
+    one.offer(2)
+    ((_, numbers),) = one.orders()
+    assert numbers == [2]
