@@ -48,6 +48,10 @@ class StoredBlocks:
         self._looked_s = float("-inf")
         self._look: Gate | None = None
         self._being_stored: set[bytes] = set()
+        self._unseen: set[bytes] = set()
+        """Stored since the last look was begun."""
+        self._seen_soon: set[bytes] = set()
+        """Stored before it was, and found when it has ended."""
         self._avoided: dict[bytes, float] = {}
         """Until when a block is not to be found."""
         self._uses: OrderedDict[bytes, int] = OrderedDict()
@@ -67,6 +71,7 @@ class StoredBlocks:
         if self._look is not None and self._look.error is not None:
             logger.warning("the store cannot be looked at: %s", self._look.error)
         self._looked_s = now_s
+        self._seen_soon, self._unseen = self._unseen, set()
         try:
             self._look = self._lane.submit(self._catalog.look)
         except (LaneFullError, LaneClosedError) as error:
@@ -111,6 +116,8 @@ class StoredBlocks:
         """Nothing that is stored, or being stored, by now is found before it is stored again. Files
         stay: others may use them."""
         self._catalog.forget_before(self._now_ns())
+        self._unseen.clear()
+        self._seen_soon.clear()
 
     def wait_for_look(self, timeout_s: float) -> bool:
         """For who may wait: until the look under way has ended; False if that takes longer."""
@@ -120,7 +127,8 @@ class StoredBlocks:
 
     def wants(self, block_hash: bytes) -> bool:
         """Whether the block is to be stored now that it is used once more."""
-        if block_hash in self._being_stored or block_hash in self:
+        self.refresh()
+        if block_hash in self._being_stored or self._is_unseen(block_hash) or block_hash in self:
             return False
         if self._threshold <= 1:
             return True
@@ -128,6 +136,12 @@ class StoredBlocks:
         if len(self._uses) > MOST_SEEN:
             self._uses.popitem(last=False)
         return uses >= self._threshold
+
+    def _is_unseen(self, block_hash: bytes) -> bool:
+        """Whether it was stored, and no look can have found it yet."""
+        if block_hash in self._unseen:
+            return True
+        return block_hash in self._seen_soon and self.is_looking
 
     def begin_store(self, block_hashes: Sequence[bytes]) -> int:
         """These are being stored: nobody else is to do it. When that is, since the epoch: their
@@ -141,6 +155,7 @@ class StoredBlocks:
         self._being_stored.difference_update(block_hashes)
         for block_hash in block_hashes:
             if block_hash not in dropped:
+                self._unseen.add(block_hash)
                 self._uses.pop(block_hash, None)
         self._looked_s = float("-inf")
 

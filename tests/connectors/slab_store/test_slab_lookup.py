@@ -155,6 +155,20 @@ def test_what_was_dropped_is_worth_storing_at_its_next_use(tmp_path: Path) -> No
     assert one.stored.wants(dropped), "until it is stored"
 
 
+def test_what_was_stored_is_not_stored_again_before_a_look_can_find_it(tmp_path: Path) -> None:
+    one = world(tmp_path)
+    one.asking.drain()
+    one.stored.begin_store([block_hash(0)])
+    one.stored.end_store([block_hash(0)])
+    assert not one.stored.wants(block_hash(0)), "and a look is begun"
+    assert not one.stored.wants(block_hash(0))
+    one.asking.drain()
+    assert one.stored.wants(block_hash(0)), "it has gone already, since it was not found"
+    one.stored.end_store([block_hash(0)])
+    one.stored.forget_all()
+    assert one.stored.wants(block_hash(0))
+
+
 def test_a_store_that_cannot_be_looked_at_is_told_and_asked_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
