@@ -188,6 +188,8 @@ class PipelineReport(KVConnectorWorkerMetadata):
     fetches: tuple[LoadSample, ...] = ()
     unstored: frozenset[int] = frozenset()
     """Records of the orders in `stored` that were not written."""
+    counts: tuple[tuple[str, int], ...] = ()
+    """Names of `PipelineStats` that this side counts, and how many more since the last report."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> PipelineReport:
         """Both. There is one worker: only `MultiConnector` and empty steps bring two together."""
@@ -204,6 +206,7 @@ class PipelineReport(KVConnectorWorkerMetadata):
             self.damaged | other.damaged,
             self.fetches + other.fetches,
             self.unstored | other.unstored,
+            self.counts + other.counts,
         )
 
 

@@ -15,6 +15,15 @@ class PipelineStats(CountingStats):
     `blocks_loaded`, `blocks_failed_to_load`; `blocks_saved`, `blocks_not_saved` (a copy failed, or
     stood on bad KV), `blocks_dropped` (there was no record for them); `records_evicted`;
     `chose_recompute`, `chose_bulk`, `chose_layerwise` and `chose_hybrid`, a request each.
+
+    With a store of files also, of blocks that lay in files only: `blocks_fetched`,
+    `blocks_failed_to_fetch`, and of these `reads_late` (after the deadline), `reads_damaged` and
+    `reads_failed` (for any other reason), counted when that is known; `fetches_missed` (promised,
+    and gone before they were asked for, or without a record to go to). Of blocks that were to be
+    written: `blocks_written`; `writes_dropped_queue_full`, `writes_dropped_no_room` and
+    `writes_dropped_error`; and `stores_dropped` (too many waited already, so they were not even
+    queued). And `slabs_evicted`, files that went to make room, and `slabs_undeletable`, files that
+    turned out to be such. What goes on beside the steps is counted with the next step's report.
     """
 
 

@@ -480,6 +480,8 @@ class PipelineScheduler:
         report = connector_output.kv_connector_worker_meta
         if not isinstance(report, PipelineReport):
             return
+        for name, number in report.counts:
+            self._counter.add(name, number)
         for share in report.shares:
             opened = self._open_loads.get(share.load_id)
             if opened is not None and opened.split is not None:

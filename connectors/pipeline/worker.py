@@ -399,6 +399,7 @@ class PipelineWorker:
             unfetched=frozenset().union(*(one.failed for one in failed)),
             damaged=frozenset().union(*(one.damaged for one in failed)),
             fetches=tuple(samples),
+            counts=files.take_counts(),
         )
 
     def _take_ended_saves(self) -> tuple[frozenset[int], frozenset[int]]:

@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from interlace.connectors.pipeline.messages import Fetch, LoadSample, RecordRun, StoreOrder
 from interlace.connectors.pipeline.options import PipelineOptions
+from interlace.connectors.pipeline.worker_file_counts import FileCounts
 from interlace.connectors.slab_store.directory import Limits, SlabDirectory
 from interlace.connectors.slab_store.layout import DamagedSlabError
 from interlace.connectors.slab_store.reading import KnownSlabs, Read, Reads
@@ -123,6 +124,7 @@ class FileWork:
             most_queued_bytes=max(space.record_bytes, records.nbytes // _SHARE_OF_MEMORY),
             clock=clock,
         )
+        self._counts = FileCounts(self._reads, self._writes, directory)
         self._open_writes: dict[int, tuple[StoreOrder, Write]] = {}
 
     @property
@@ -167,6 +169,11 @@ class FileWork:
             order, write = self._open_writes.pop(number)
             unwritten.update(part.record for part in order.parts[len(write.places) :])
         return frozenset(ended), frozenset(unwritten)
+
+    def take_counts(self) -> tuple[tuple[str, int], ...]:
+        """What was counted since the last call, with all that had been reported as ended by then:
+        see `PipelineReport.counts`."""
+        return self._counts.take()
 
     @property
     def is_storing(self) -> bool:

@@ -14,8 +14,9 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -52,6 +53,17 @@ class KnownSlabs:
                     del self._slabs[next(iter(self._slabs))]
                 self._slabs[name] = slab
         return slab
+
+
+class ReadCounts(NamedTuple):
+    """Records that were not read, since the start, by why."""
+
+    late: int
+    """Given up after the deadline, with those that waited behind them."""
+    damaged: int
+    """What lies there is not what was written."""
+    failed: int
+    """For any other reason."""
 
 
 class Read:
@@ -111,9 +123,16 @@ class Reads:
         self._clock = clock
         self._busy = [self._make_lane() for _ in range(num_lanes)]
         self._stuck: list[_ReadLane] = []
+        self._counts = ReadCounts(0, 0, 0)
 
     def _make_lane(self) -> _ReadLane:
         return _ReadLane(self._lanes.lane("read"), self._clock())
+
+    @property
+    def counts(self) -> ReadCounts:
+        """Of what has ended by now."""
+        self.poll()
+        return self._counts
 
     @property
     def is_idle(self) -> bool:
@@ -133,6 +152,7 @@ class Reads:
             gate = lane.lane.submit(lambda: self._run(one, buffer))
         except (LaneFullError, LaneClosedError) as error:
             one.fail(error)
+            self._count([one])
             return one
         one.follow(gate)
         lane.reads.append(one)
@@ -141,9 +161,12 @@ class Reads:
     def poll(self) -> None:
         """Take note of what has ended, and give up on lanes that hang. Never waits."""
         now_s = self._clock()
-        self._stuck = [one for one in self._stuck if not _settle(one)]
+        for lane in self._stuck:
+            _settle(lane, now_s)  # they were counted when they were given up
+        self._stuck = [lane for lane in self._stuck if lane.reads]
         for number, lane in enumerate(self._busy):
-            if _settle(lane, now_s) or now_s - lane.since_s < self._deadline_s:
+            self._count(_settle(lane, now_s))
+            if not lane.reads or now_s - lane.since_s < self._deadline_s:
                 continue
             self._give_up(lane)
             self._busy[number] = self._make_lane()
@@ -155,8 +178,20 @@ class Reads:
         )
         for one in lane.reads:
             one.fail(error)
+        self._count(lane.reads, late=error)
         lane.lane.close(0.0)  # what has not begun never does
         self._stuck.append(lane)
+
+    def _count(self, ended: Iterable[Read], late: BaseException | None = None) -> None:
+        """Each read is counted once. `late` is the error of those that were given up."""
+        for error in [one.error for one in ended if one.error is not None]:
+            counts = self._counts
+            if error is late:
+                self._counts = counts._replace(late=counts.late + 1)
+            elif isinstance(error, DamagedSlabError):
+                self._counts = counts._replace(damaged=counts.damaged + 1)
+            else:
+                self._counts = counts._replace(failed=counts.failed + 1)
 
     def close(self, timeout_s: float) -> bool:
         """Begin nothing more; False if what has begun takes longer than `timeout_s`."""
@@ -181,10 +216,10 @@ class Reads:
             one.fail(without_frames(error, "of a read"))
 
 
-def _settle(lane: _ReadLane, now_s: float | None = None) -> bool:
-    """Take note of what has ended; whether all has. `now_s`: what time it is, to note that too."""
+def _settle(lane: _ReadLane, now_s: float) -> list[Read]:
+    """Take note of what has ended, by now: that is taken off the lane."""
+    ended: list[Read] = []
     while lane.reads and lane.reads[0].is_settled:
-        lane.reads.popleft()
-        if now_s is not None:
-            lane.since_s = now_s
-    return not lane.reads
+        ended.append(lane.reads.popleft())
+        lane.since_s = now_s
+    return ended

@@ -13,7 +13,7 @@ from slab_writing_kit import PATIENCE_S, RECORD_BYTES, WritingKit, record
 from interlace.connectors.slab_store import slab as slab_module
 from interlace.connectors.slab_store.files import read_at
 from interlace.connectors.slab_store.layout import DamagedSlabError
-from interlace.connectors.slab_store.reading import KnownSlabs, Read, Reads
+from interlace.connectors.slab_store.reading import KnownSlabs, Read, ReadCounts, Reads
 from interlace.connectors.slab_store.writing import StoredPlace
 from interlace.engine.errors import ConnectorError
 from interlace.layers.lanes import ThreadLanes
@@ -115,6 +115,7 @@ def test_a_slab_that_others_removed_cannot_be_read_and_is_kept_by_nobody(stored:
     stored.path.unlink()
     one, _ = stored.ended(stored.places[1])
     assert isinstance(one.error, FileNotFoundError)
+    assert stored.reads.counts == ReadCounts(late=0, damaged=0, failed=1)
 
 
 def test_a_lane_that_hangs_is_given_up_and_its_buffers_stay_out_of_use(
@@ -153,6 +154,7 @@ def test_a_lane_that_hangs_is_given_up_and_its_buffers_stay_out_of_use(
     assert first._gate.wait(PATIENCE_S)
     assert first.is_settled
     assert first.error is not None, "late is late"
+    assert stored.reads.counts == ReadCounts(late=2, damaged=0, failed=0), "and counts once"
     assert np.array_equal(first_buffer, record(0).data), "and that is why it had to stay"
     assert set(second_buffer.tolist()) == {0xEE}
     assert stored.reads.close(PATIENCE_S)
