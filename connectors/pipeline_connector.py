@@ -7,6 +7,8 @@
 **What it stores**: every full block of prompts and answers, as a record over all layers, in
 `host_bytes` of host memory that is pinned beside a GPU. Records go least recently used first, of a
 prefix its tail first. Nothing survives the engine.
+For a request with `kv_transfer_params={"skip_save": True}` nothing is stored, for one with
+`{"skip_load": True}` nothing is loaded.
 
 **When it loads**: `load_mode` says, or per request the rates measured on this machine. Within the
 step, layer by layer: the request computes at once, and each group of layers (`group_size`) waits at
@@ -31,6 +33,7 @@ Read on in this order:
 
     pipeline/messages.py     what the two sides tell each other
     pipeline/scheduler.py    what is promised, and which records are loaded where
+    pipeline/sched_params.py what a request may ask for
     pipeline/rates.py        how long loads and steps take, and the choice between the ways
     pipeline/sched_split.py  what of a prompt is computed and what is loaded at the same time
     pipeline/planner.py      which blocks are saved, and when they become visible
@@ -198,7 +201,8 @@ class PipelineConnector(KVConnectorBase_V1):
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """From the index in memory; never None."""
+        """From the index in memory; never None. Raises: `RequestError` for bad
+        `kv_transfer_params`."""
         return self._scheduler.get_num_new_matched_tokens(request, num_computed_tokens)
 
     def get_compute_end(self, request: Request) -> int | None:

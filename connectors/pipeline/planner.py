@@ -49,6 +49,8 @@ class Tracked:
     load_failed: bool = False
     open_saves: set[int] = dataclasses.field(default_factory=set)
     """Those that read its blocks. Not the fenced ones."""
+    skips_save: bool = False
+    """It has asked for that: nothing is saved for it."""
     is_held: bool = False
     """It has ended, and its blocks stay until no save is open."""
     _known_hashes: set[bytes] = dataclasses.field(default_factory=set)
@@ -123,7 +125,7 @@ class SavePlanner:
         `num_filled` blocks are full when the step ends. A block whose last token is still being
         sampled has no hash yet: a later plan finds it.
         """
-        if num_filled <= tracked.num_settled:
+        if num_filled <= tracked.num_settled or tracked.skips_save:
             return  # as in most steps
         end = min(num_filled, len(tracked.request.block_hashes), len(tracked.block_ids))
         for begin, stop in list(self._runs(tracked, end)):

@@ -23,6 +23,12 @@ from interlace.connectors.pipeline.options import LoadMode
 from interlace.connectors.pipeline.planner import SavePlanner, Tracked
 from interlace.connectors.pipeline.rates import Forecast, LoadRate, StepTimes, Way, choose_way
 from interlace.connectors.pipeline.sched_files import FileTier, Taken
+from interlace.connectors.pipeline.sched_params import (
+    SKIP_LOAD,
+    SKIP_SAVE,
+    check_params,
+    has_flag,
+)
 from interlace.connectors.pipeline.sched_runs import record_runs
 from interlace.connectors.pipeline.sched_samples import TimedSteps
 from interlace.connectors.pipeline.sched_split import PlannedStep, Split, balance, stop_of_step
@@ -170,9 +176,15 @@ class PipelineScheduler:
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int, bool]:
         """Tokens in whole stored blocks, with at least one token left to compute, if loading them
-        is the best way. Changes nothing but which answer is the latest."""
+        is the best way. Changes nothing but which answer is the latest.
+
+        Raises: `RequestError` for bad `kv_transfer_params`, see `sched_params.py`.
+        """
+        check_params(request)
         tracked = self._requests.get(request.request_id)
         if not self._settings.may_load or (tracked is not None and tracked.load_failed):
+            return 0, False
+        if has_flag(request, SKIP_LOAD):
             return 0, False
         first = num_computed_tokens // self._block_size
         end, num_fetched = self._end_of_stored(request, first)
@@ -314,7 +326,10 @@ class PipelineScheduler:
     ) -> None:
         """Note the request's blocks, and order the load of those that were promised."""
         (block_ids,) = blocks.get_block_ids()
-        tracked = self._requests.setdefault(request.request_id, Tracked(request))
+        tracked = self._requests.get(request.request_id)
+        if tracked is None:
+            tracked = Tracked(request, skips_save=has_flag(request, SKIP_SAVE))
+            self._requests[request.request_id] = tracked
         tracked.block_ids = block_ids
         tracked.num_settled = 0
         self._splits.pop(request.request_id, None)
@@ -367,7 +382,7 @@ class PipelineScheduler:
             split,
             tuple(taken.records[one] for one in taken.fetched),
         )
-        if self._files is not None and self._settings.may_save:
+        if self._files is not None and self._settings.may_save and not tracked.skips_save:
             self._files.offer(hashes, request.block_hashes[first - 1] if first else None)
         tracked.is_loading = is_async
         if first == 0:

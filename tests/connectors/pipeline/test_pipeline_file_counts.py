@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import collections
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 from deep_model import deep_model
@@ -18,8 +20,11 @@ from pipeline_files_kit import (
     stored,
     waiting_for,
 )
-from pipeline_kit import BLOCK_SIZE, ask, forget_on_device, some_tokens
+from pipeline_kit import BLOCK_SIZE, RECORD_BYTES, ask, forget_on_device, some_tokens
 
+from interlace import AsyncEngine, EngineConfig, KVTransferConfig
+from interlace.connectors.multi_connector import MultiConnector
+from interlace.connectors.multi_stats import MultiKVConnectorStats
 from interlace.connectors.slab_store import slab as slabs
 from interlace.connectors.slab_store import writing
 from interlace.connectors.slab_store.slab_writer import SlabWriter
@@ -149,3 +154,42 @@ async def test_reads_that_bring_nothing_are_counted_by_why(
         await forget_on_device(engine)
         assert counts["reads_failed"] + counts["fetches_missed"] == 10
     assert not counts["reads_late"]
+
+
+async def test_children_of_a_multi_connector_count_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def child(name: str, **options: Any) -> dict[str, Any]:
+        extra = {"store": "file", "path": str(tmp_path / name), "min_free_bytes": 0}
+        extra |= {"slab_bytes": 1 << 16, "host_bytes": 200 * RECORD_BYTES} | options
+        return {"kv_connector": "PipelineConnector", "kv_connector_extra_config": extra}
+
+    config = EngineConfig(
+        block_size=BLOCK_SIZE,
+        num_gpu_blocks_override=61,
+        skip_tokenizer_init=True,
+        kv_transfer_config=KVTransferConfig(
+            kv_connector="MultiConnector",
+            kv_role="kv_both",
+            kv_connector_extra_config={"connectors": [child("a"), child("b", capacity_bytes=1)]},
+        ),
+    )
+    seen: list[dict[str, Any]] = []
+    take = MultiConnector.get_kv_connector_stats
+
+    def noted(connector: MultiConnector) -> MultiKVConnectorStats | None:
+        taken = take(connector)
+        seen.extend([] if taken is None else [taken.reduce()])
+        return taken
+
+    monkeypatch.setattr(MultiConnector, "get_kv_connector_stats", noted)
+    async with AsyncEngine.from_loaded(config, deep_model()) as engine:
+        await ask(engine, PROMPT, 1)
+        while sum("writes_" in name or "_written" in name for one in seen for name in one) < 2:
+            await a_step(engine)
+    total = collections.Counter[str]()
+    for one in seen:
+        total.update(one)
+    assert total["0:PipelineConnector/blocks_written"] == 10
+    assert total["1:PipelineConnector/writes_dropped_no_room"] == 10
+    assert not total["1:PipelineConnector/blocks_written"]
