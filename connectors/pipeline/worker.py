@@ -251,9 +251,11 @@ class PipelineWorker:
         if files is None or not (self._fetching or self._unsettled):
             return
         files.poll()
-        ended = [pair for pair in self._fetching if pair[1].is_done]
-        self._fetching = [pair for pair in self._fetching if not pair[1].is_done]
-        for load, fetching in ended:
+        asked = [(*pair, pair[1].is_done) for pair in self._fetching]  # once: a read ends any time
+        self._fetching = [(load, fetching) for load, fetching, is_done in asked if not is_done]
+        for load, fetching, is_done in asked:
+            if not is_done:
+                continue
             sample = files.sample(fetching)
             if sample is not None:
                 self._fetch_samples.append(sample)

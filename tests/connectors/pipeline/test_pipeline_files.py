@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import itertools
 import os
 import random
 import threading
@@ -28,6 +29,7 @@ from pipeline_kit import BLOCK_SIZE, RECORD_BYTES, ask, forget_on_device, some_t
 
 from interlace import AsyncEngine, EngineConfig, KVTransferConfig, SamplingParams
 from interlace.connectors.conformance import check_connector
+from interlace.connectors.pipeline import worker_files
 from interlace.connectors.slab_store import directory, slab_writer
 from interlace.connectors.slab_store import slab as slabs
 from interlace.engine.errors import ConfigError
@@ -177,6 +179,22 @@ async def test_a_block_that_hangs_is_not_promised_again_and_again(
         files = scheduler_of(engine)._files
         assert files is not None
         assert len(files._open_fetches) <= 10, "of the first request alone"
+
+
+async def test_a_read_may_end_at_any_moment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also between two questions: its load was lost once, and the request waited for ever."""
+    folder = tmp_path / "kv"
+    await stored(folder)
+    is_done = vars(worker_files.Fetching)["is_done"].fget
+    answers = itertools.cycle([False, True])
+    asking = property(lambda fetching: is_done(fetching) and next(answers))
+    monkeypatch.setattr(worker_files.Fetching, "is_done", asking)
+    async with engine_of(folder) as engine:
+        done = await ask(engine, PROMPT, 5)
+        right(deep_model(), PROMPT, done)
+        assert num_external(done) == 10 * BLOCK_SIZE
 
 
 async def test_two_engines_share_a_directory(tmp_path: Path) -> None:
