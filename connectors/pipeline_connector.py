@@ -120,7 +120,7 @@ class PipelineConnector(KVConnectorBase_V1):
     def _make_worker_side(self) -> None:
         from interlace.connectors.pipeline.worker import PipelineWorker
 
-        make_space = self._space if self.options.store == "file" else None
+        make_space = self._space if self.options.has_files else None
         self._worker_side = PipelineWorker(self.options, self.lanes, make_space=make_space)
 
     def _space(self, num_layers: int, page_bytes: int) -> Space:
@@ -136,7 +136,7 @@ class PipelineConnector(KVConnectorBase_V1):
 
     def _stored_blocks(self, record_bytes: int) -> StoredBlocks | None:
         """What lies in files, by the first look; waits for that."""
-        if self.options.store != "file":
+        if not self.options.has_files:
             return None
         assert self.options.path is not None, "options say so"
         assert self._kv_cache_config is not None, "the engine gives it"
@@ -194,6 +194,7 @@ class PipelineConnector(KVConnectorBase_V1):
                 max_stall_s=self.options.max_load_stall_ms / 1e3,
                 may_load=self._kv_transfer_config.is_kv_consumer,
                 may_save=self._kv_transfer_config.is_kv_producer,
+                keeps_in_memory=self.options.keeps_in_memory,
             ),
             self._stored_blocks(handshake.record_bytes),
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Literal, get_args
 
 from interlace.engine.config import KVTransferConfig
@@ -13,6 +14,7 @@ LoadMode = Literal["auto", "recompute", "bulk", "layerwise", "hybrid"]
 """See `PipelineOptions.load_mode`."""
 StoreKind = Literal["memory", "file"]
 """See `PipelineOptions.store`."""
+_TIERS: tuple[tuple[StoreKind, ...], ...] = (("memory",), ("memory", "file"), ("file",))
 _LONGEST_MS = 60_000.0
 _LONGEST_S = 3600.0
 
@@ -36,11 +38,16 @@ class PipelineOptions(Options):
     their step. And about how long a step may take at most that computes the front of a load from
     the back, where others run."""
 
-    store: StoreKind = "memory"
+    store: StoreKind | None = None
     """Where KV lies: "memory", in `host_bytes`; "file", in slab files below `path` too, which a
-    restarted engine, and others beside it, find again. Then host memory is what is read lately."""
+    restarted engine, and others beside it, find again. Then host memory is what is read lately.
+    None: what `tiers` says, "memory" without them."""
+    tiers: Sequence[StoreKind] | None = None
+    """The same in other words, from the first place where a block is looked for to the last:
+    ["memory"]; ["memory", "file"], which is what "file" means; or ["file"] alone. Then nothing
+    stays in host memory: it is buffers that blocks are read into, and written from."""
     path: str | None = None
-    """Of the store's directory, which it has for itself. Only with, and always with, "file"."""
+    """Of the store's directory, which it has for itself. Only with, and always with, files."""
     capacity_bytes: int | None = None
     """Of all slabs below `path`, whoever wrote them; None: what the file system holds."""
     min_free_bytes: int = 1 << 30
@@ -49,15 +56,19 @@ class PipelineOptions(Options):
     """Of one file. Files are removed as wholes, to make room."""
     store_threshold: int = 1
     """A block is written to a file when it is used so often: 1, when it is computed; 2, when it is
-    loaded from memory for the first time."""
+    loaded from memory for the first time, or where nothing stays there computed once more."""
     read_deadline_s: float = 10.0
     """How long a read of one block may take. What takes longer is computed."""
 
     def __post_init__(self) -> None:
-        self.require_choice("store", get_args(StoreKind))
+        if self.store is not None:
+            self.require_choice("store", get_args(StoreKind))
+        if self.tiers is not None:
+            self._check_tiers(self.tiers)
         self.require(
-            (self.path is not None) == (self.store == "file"),
-            'path is for store="file" and has to be there with it: give both, or neither.',
+            (self.path is not None) == self.has_files,
+            'path is for store="file", or tiers with "file", and has to be there with it: give'
+            " both, or neither.",
         )
         if self.capacity_bytes is not None:
             self.require_int("capacity_bytes", 1)
@@ -69,6 +80,29 @@ class PipelineOptions(Options):
         self.require_choice("load_mode", get_args(LoadMode))
         self.require_int("group_size", 1)
         self.require_number("max_load_stall_ms", 0, _LONGEST_MS)
+
+    def _check_tiers(self, tiers: object) -> None:
+        known = [list(kinds) for kinds in _TIERS]
+        self.require(
+            isinstance(tiers, list | tuple) and list(tiers) in known,
+            f"tiers must be one of {', '.join(map(str, known))}, not {tiers!r}.",
+        )
+        assert self.tiers is not None
+        self.require(
+            self.store in (None, self.tiers[-1]),
+            f"store={self.store!r} and tiers={list(self.tiers)} are at odds: leave one of them out,"
+            " or let store be the last of the tiers.",
+        )
+
+    @property
+    def has_files(self) -> bool:
+        """Whether blocks are kept in files."""
+        return "file" in (self.tiers or (self.store,))
+
+    @property
+    def keeps_in_memory(self) -> bool:
+        """Whether blocks are kept in host memory, too."""
+        return self.tiers is None or "memory" in self.tiers
 
     @classmethod
     def of(

@@ -145,7 +145,9 @@ class SavePlanner:
                 begin = i + 1
 
     def _is_known(self, block_hash: bytes) -> bool:
-        return block_hash in self._index or block_hash in self._being_saved
+        if block_hash in self._index or block_hash in self._being_saved:
+            return True
+        return self._files is not None and self._files.needs_no_save(block_hash)
 
     def _save(self, tracked: Tracked, begin: int, end: int) -> None:
         """Plan one save of the request's blocks [begin, end), if there is room."""

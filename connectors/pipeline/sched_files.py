@@ -3,6 +3,9 @@
 Host memory stands in between. What is fetched goes to records of its own, and is stored in memory
 when its load has ended. What a save has brought to memory is written from there; its records are
 pinned until then.
+
+If nothing is to stay in memory, what was fetched is forgotten when its load has ended, and what was
+saved when it is found in its file, or is not written. Until then it is found in memory.
 """
 
 from __future__ import annotations
@@ -46,9 +49,17 @@ class _OpenFetch(NamedTuple):
 class FileTier:
     """See the module's docstring."""
 
-    def __init__(self, stored: StoredBlocks, index: HostIndex, counter: Counter) -> None:
-        """Takes records from `index`, and puts blocks into it."""
+    def __init__(
+        self,
+        stored: StoredBlocks,
+        index: HostIndex,
+        counter: Counter,
+        *,
+        keeps_in_memory: bool = True,
+    ) -> None:
+        """Takes records from `index`, and puts blocks into it; `keeps_in_memory`: to stay."""
         self._stored = stored
+        self._keeps_in_memory = keeps_in_memory
         self._index = index
         self._counter = counter
         self._most_of_load = self._most_open = max(1, index.num_records // _SHARE_OF_RECORDS)
@@ -56,7 +67,10 @@ class FileTier:
         self._void: set[int] = set()  # records of those that are not to be stored in memory
         self._orders: list[StoreOrder] = []
         self._open: dict[int, StoreOrder] = {}
-        self._num_open_parts = 0
+        self._being_written: set[int] = set()
+        """Records of these; a block has one, and is written once."""
+        self._leaving: set[bytes] = set()
+        """Blocks that were written, and stay in memory until they are found in their file."""
         self._last_store_id = 0
 
     def __contains__(self, block_hash: bytes) -> bool:
@@ -66,6 +80,7 @@ class FileTier:
     def refresh(self) -> None:
         """Somebody asks: see what others have stored, if it is time for that."""
         self._stored.refresh()
+        self._let_go_of_found()
 
     # ---------------------------------------------------------------- loads
 
@@ -124,7 +139,7 @@ class FileTier:
                 self._stored.lose(block_hash, opened.place)
             failed = record in unfetched
             self._counter.add("blocks_failed_to_fetch" if failed else "blocks_fetched", 1)
-            if failed or is_void or block_hash in self._index:
+            if failed or is_void or not self._keeps_in_memory or block_hash in self._index:
                 self._index.give_up([record])
             else:
                 self._index.store([record], [block_hash], parents.get(block_hash))
@@ -138,13 +153,36 @@ class FileTier:
         for block_hash in block_hashes:
             record = self._index.find(block_hash)
             if record is not None and self._stored.wants(block_hash):
-                if self._num_open_parts + len(parts) < self._most_open:
+                if len(self._being_written) + len(parts) < self._most_open:
                     parts.append(StorePart(record, block_hash, parent_hash))
                 else:
                     self._counter.add("stores_dropped", 1)
             parent_hash = block_hash
         for first in range(0, len(parts), _LONGEST_ORDER):
             self._order(tuple(parts[first : first + _LONGEST_ORDER]))
+        if not self._keeps_in_memory:
+            self._let_go_of_found()
+            self._let_go(block_hashes)
+
+    def _let_go(self, block_hashes: Iterable[bytes]) -> None:
+        """These are not to be found in memory any more, unless they are being written, or were and
+        are not found yet."""
+        for block_hash in block_hashes:
+            record = self._index.find(block_hash)
+            stays = record in self._being_written or block_hash in self._leaving
+            if record is not None and not stays:
+                self._index.forget(record)
+
+    def _let_go_of_found(self) -> None:
+        if not self._leaving:
+            return
+        found = [one for one in self._leaving if not self._stored.is_unseen(one)]
+        self._leaving.difference_update(found)
+        self._let_go(found)
+
+    def needs_no_save(self, block_hash: bytes) -> bool:
+        """Whether the block lies in a file, and would not stay in memory."""
+        return not self._keeps_in_memory and block_hash in self
 
     def _order(self, parts: tuple[StorePart, ...]) -> None:
         hashes = [part.block_hash for part in parts]
@@ -152,7 +190,7 @@ class FileTier:
         self._last_store_id += 1
         order = StoreOrder(self._last_store_id, parts, self._stored.begin_store(hashes))
         self._open[order.store_id] = order
-        self._num_open_parts += len(parts)
+        self._being_written.update(part.record for part in parts)
         self._orders.append(order)
 
     def take_orders(self) -> tuple[StoreOrder, ...]:
@@ -164,10 +202,16 @@ class FileTier:
         """The worker side has done with these. Records in `unstored` were not written."""
         for store_id in sorted(store_ids & self._open.keys()):
             order = self._open.pop(store_id)
-            self._num_open_parts -= len(order.parts)
-            self._index.unpin([part.record for part in order.parts])
+            records = [part.record for part in order.parts]
+            self._being_written.difference_update(records)
+            self._index.unpin(records)
+            hashes = [part.block_hash for part in order.parts]
             dropped = {part.block_hash for part in order.parts if part.record in unstored}
-            self._stored.end_store([part.block_hash for part in order.parts], dropped)
+            self._stored.end_store(hashes, dropped)
+            if not self._keeps_in_memory:
+                self._leaving.update(hashes)
+                self._leaving -= dropped
+                self._let_go(dropped)
 
     @property
     def has_orders(self) -> bool:

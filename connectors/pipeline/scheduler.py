@@ -56,6 +56,8 @@ class SchedulerSettings:
     """A producer may not."""
     may_save: bool
     """A consumer may not."""
+    keeps_in_memory: bool = True
+    """See `PipelineOptions.tiers`."""
 
 
 class _Offer(NamedTuple):
@@ -127,7 +129,11 @@ class PipelineScheduler:
         """Of the request that was matched last and had something stored: for measurements."""
         self._timed_steps = TimedSteps(settings.max_inflight_steps)
         self._counter = Counter()
-        self._files = None if stored is None else FileTier(stored, self.index, self._counter)
+        self._files = None
+        if stored is not None:
+            self._files = FileTier(
+                stored, self.index, self._counter, keeps_in_memory=settings.keeps_in_memory
+            )
         self._fetch_rate = LoadRate(0)
         self._planner = SavePlanner(
             self.index, self._counter, self._files if settings.may_save else None

@@ -128,7 +128,7 @@ class StoredBlocks:
     def wants(self, block_hash: bytes) -> bool:
         """Whether the block is to be stored now that it is used once more."""
         self.refresh()
-        if block_hash in self._being_stored or self._is_unseen(block_hash) or block_hash in self:
+        if block_hash in self._being_stored or self.is_unseen(block_hash) or block_hash in self:
             return False
         if self._threshold <= 1:
             return True
@@ -137,7 +137,7 @@ class StoredBlocks:
             self._uses.popitem(last=False)
         return uses >= self._threshold
 
-    def _is_unseen(self, block_hash: bytes) -> bool:
+    def is_unseen(self, block_hash: bytes) -> bool:
         """Whether it was stored, and no look can have found it yet."""
         if block_hash in self._unseen:
             return True

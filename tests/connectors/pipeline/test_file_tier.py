@@ -21,6 +21,7 @@ class World:
     index: HostIndex
     counter: Counter
     files: FileTier
+    looking: VirtualLanes
 
     def save(self, *numbers: int) -> None:
         """A save has brought these to memory."""
@@ -45,11 +46,13 @@ class World:
         self.files.end_stores(frozenset([order.store_id]), frozenset() if is_written else records)
 
 
-def world(root: Path, *, num_records: int = 8, threshold: int = 1) -> World:
-    index, counter = HostIndex(num_records), Counter()
-    lane = VirtualLanes(0, "lazy").lane("look")
-    stored = StoredBlocks(Catalog(root, SPACE), lane, threshold=threshold)
-    return World(index, counter, FileTier(stored, index, counter))
+def world(
+    root: Path, *, num_records: int = 8, threshold: int = 1, keeps_in_memory: bool = True
+) -> World:
+    index, counter, looking = HostIndex(num_records), Counter(), VirtualLanes(0, "lazy")
+    stored = StoredBlocks(Catalog(root, SPACE), looking.lane("look"), threshold=threshold)
+    files = FileTier(stored, index, counter, keeps_in_memory=keeps_in_memory)
+    return World(index, counter, files, looking)
 
 
 def test_an_order_that_was_dropped_is_made_again_at_the_next_use(tmp_path: Path) -> None:
@@ -82,3 +85,68 @@ def test_what_waits_too_long_a_queue_is_ordered_at_the_next_use(tmp_path: Path) 
     one.offer(2)
     ((_, numbers),) = one.orders()
     assert numbers == [2]
+
+
+# -------------------------------------------------------------------- files alone
+
+
+def test_what_was_saved_stays_in_memory_until_it_is_found_in_its_file(tmp_path: Path) -> None:
+    one = world(tmp_path, keeps_in_memory=False)
+    one.save(0, 1)
+    ((order, numbers),) = one.orders()
+    assert numbers == [0, 1]
+    one.end(order, is_written=True)
+    assert one.index.num_stored == 2
+    one.looking.drain()
+    one.files.refresh()  # a look that was begun before may not find it, so another one is begun
+    one.looking.drain()
+    one.files.refresh()
+    assert (one.index.num_stored, one.index.num_free) == (0, 8)
+
+
+def test_what_is_dropped_stays_nowhere(tmp_path: Path) -> None:
+    """By the disk, and by the queue."""
+    one = world(tmp_path, keeps_in_memory=False)
+    one.save(0, 1, 2)
+    ((order, numbers),) = one.orders()
+    assert numbers == [0, 1]
+    assert one.index.num_stored == 2
+    one.end(order, is_written=False)
+    assert (one.index.num_stored, one.index.num_free) == (0, 8)
+
+
+def test_where_nothing_stays_in_memory_uses_are_computations(tmp_path: Path) -> None:
+    one = world(tmp_path, keeps_in_memory=False, threshold=2)
+    one.save(0)
+    assert one.orders() == []
+    assert one.index.num_stored == 0
+    one.save(0)
+    ((_, numbers),) = one.orders()
+    assert numbers == [0]
+
+
+def test_a_load_reads_what_is_being_written_to_the_end(tmp_path: Path) -> None:
+    one = world(tmp_path, keeps_in_memory=False)
+    one.save(0)
+    ((order, _),) = one.orders()
+    taken = one.files.take([block_hash(0)])
+    one.end(order, is_written=False)
+    assert one.index.num_stored == 0
+    assert one.index.num_free == 7, "the load has it"
+    one.index.unpin(list(taken.records.values()))
+    assert one.index.num_free == 8
+
+
+def test_a_reset_while_something_is_written(tmp_path: Path) -> None:
+    one = world(tmp_path, keeps_in_memory=False)
+    one.save(0)
+    ((order, _),) = one.orders()
+    one.index.clear()
+    one.files.forget()
+    one.save(0)
+    assert one.orders() == [], "it is being written still"
+    one.end(order, is_written=True)
+    for _ in range(3):
+        one.looking.drain()
+        one.files.refresh()
+    assert (one.index.num_stored, one.index.num_free) == (0, 8)
