@@ -30,7 +30,7 @@ from interlace.connectors.slab_store import slab as slabs
 from interlace.engine.errors import ConfigError
 
 NUM_LOADED = 10 * BLOCK_SIZE
-FILES = {"store": None, "tiers": ["file"]}
+FILES: dict[str, Any] = {"store": None, "tiers": ["file"]}
 
 
 def options(**extra: Any) -> PipelineOptions:
@@ -135,7 +135,11 @@ async def test_memory_in_front(
 ) -> None:
     folder, counts = tmp_path / "kv", counts_of(monkeypatch)
     has_files = "file" in tiers
-    changes = {"store": None, "tiers": tiers, "path": str(folder) if has_files else None}
+    changes: dict[str, Any] = {
+        "store": None,
+        "tiers": tiers,
+        "path": str(folder) if has_files else None,
+    }
     for number in range(2):
         async with engine_of(folder, **changes) as engine:
             found = [await ask_again(engine) for _ in range(3)]
