@@ -136,7 +136,7 @@ def statistics_lines(one: Statistics, now_ns: int) -> Iterator[str]:
     pairs += [
         ("slabs", f"{one.num_slabs}, {one.num_written} of them with a living writer"),
         ("records", f"{one.num_records}, {one.num_free_records} free in slabs that are written to"),
-        ("bytes of files", size_text(one.file_bytes)),
+        ("bytes of files", _held_text(one)),
         ("bytes of records", size_text(one.record_bytes)),
     ]
     if one.oldest_ns is not None and one.newest_ns is not None:
@@ -150,6 +150,11 @@ def statistics_lines(one: Statistics, now_ns: int) -> Iterator[str]:
     pairs += [("left out", f"{file.name}: {file.reason}") for file in one.left_out]
     for label, text in pairs:
         yield f"  {label:20}{text}"
+
+
+def _held_text(one: Statistics) -> str:
+    reserved = f", {size_text(one.reserved_bytes)} more reserved by writers"
+    return f"{size_text(one.file_bytes)}{reserved if one.reserved_bytes else ''}"
 
 
 def verification_lines(found: Verification) -> Iterator[str]:

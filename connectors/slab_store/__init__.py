@@ -2,7 +2,7 @@
 
     DIR/interlace-slabs.json                 says what DIR is, and in which version
     DIR/<16 hex of what KV it holds>/        a space: KV that is equal for equal hashes
-        <when, and by whom>.slab             final size from creation; append-only; never changed
+        <when, and by whom>.slab             final size from creation, sparse; append-only
         <when, and by whom>.slab.new         being made
 
 A slab is a header in clear text, an index, and records; a record is one block over all layers. A

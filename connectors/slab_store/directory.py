@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from interlace.connectors.slab_store.layout import VERSION, SlabHeader
+from interlace.connectors.slab_store.layout import HEADER_BYTES, VERSION, SlabHeader
 from interlace.connectors.slab_store.slab import SUFFIX
 from interlace.connectors.slab_store.slab_writer import NEW_SUFFIX, SlabWriter
 from interlace.engine.errors import ConfigError
@@ -37,6 +37,8 @@ LEFTOVER_S = 60.0
 """So old is a slab being made whose maker is gone."""
 _AGAIN_S = 60.0
 """After this time a slab that could not be removed is tried again."""
+_BLOCK_BYTES = 512
+"""Of `st_blocks`, whatever the file system's blocks are."""
 _LET_GO_S = 2.0
 """Within this time processes let go of slabs that were removed: then their room is free."""
 
@@ -46,10 +48,18 @@ class SlabFile(NamedTuple):
 
     path: Path
     num_bytes: int
+    """That count: what it holds on the disk, but its whole size while somebody writes to it."""
     used_ns: int
     """When it was last written to, or read: since the epoch."""
     is_new: bool
     """Whether it is being made."""
+    reserved_bytes: int = 0
+    """Of `num_bytes`, those that its writer has not taken yet."""
+
+    @property
+    def disk_bytes(self) -> int:
+        """What it holds on the disk."""
+        return self.num_bytes - self.reserved_bytes
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +74,31 @@ class Limits:
 
 class NoRoomError(Exception):
     """A slab does not fit the limits, and nothing can be removed."""
+
+
+class Plan(NamedTuple):
+    """What goes so that limits are kept."""
+
+    leftovers: tuple[SlabFile, ...]
+    victims: tuple[SlabFile, ...]
+    """Slabs, the least recently used first. If not enough can go for a slab, none does, or the next
+    one would find an empty store, and no room."""
+    missing_bytes: int
+    """That no slab can be removed for."""
+
+    @property
+    def files(self) -> tuple[SlabFile, ...]:
+        """All that goes."""
+        return self.leftovers + self.victims
+
+    @property
+    def shortfall(self) -> str:
+        """What to do about missing bytes."""
+        return (
+            f"{self.missing_bytes} bytes are missing, and not so much can be removed: give the"
+            " store more capacity, a lower floor of free bytes, or smaller slabs, or end processes"
+            " that write to it."
+        )
 
 
 class SlabDirectory:
@@ -88,6 +123,11 @@ class SlabDirectory:
         self._undeletable: dict[Path, float] = {}
         """Until when, by the clock, it is not tried again."""
         self._unreadable: set[Path] = set()
+        self._sealed: set[Path] = set()
+        """Slabs with holes that nobody writes to, now or later."""
+        self._has_looked = False
+        self._is_full = False
+        """Whether the file system had no room for the last record, or slab."""
         self._going_bytes = 0
         """Of slabs that were removed lately: others may still have them open."""
         self._gone_by_s = -math.inf
@@ -172,12 +212,13 @@ class SlabDirectory:
         """All slabs of all spaces, the least recently used first. A space that cannot be read is
         passed over. Raises: `OSError` if the directory cannot."""
         files = [file for space in self.spaces() for file in self._slabs_of(space)]
+        self._sealed &= {file.path for file in files}
         return sorted(files, key=lambda file: (file.used_ns, file.path.name))
 
     def _slabs_of(self, space: Path) -> list[SlabFile]:
         try:
             with os.scandir(space) as found:
-                return [file for one in found if (file := _slab_file(one)) is not None]
+                return [file for one in found if (file := self._slab_file(one)) is not None]
         except FileNotFoundError:
             return []
         except OSError as error:  # somebody else's, for instance
@@ -185,6 +226,43 @@ class SlabDirectory:
                 self._unreadable.add(space)
                 logger.warning("%s cannot be read, and does not count: %s", space, error)
             return []
+
+    def _slab_file(self, one: os.DirEntry[str]) -> SlabFile | None:
+        is_new = one.name.endswith(SUFFIX + NEW_SUFFIX)
+        if not is_new and not one.name.endswith(SUFFIX):
+            return None
+        path = Path(one.path)
+        try:
+            status = one.stat(follow_symlinks=False)
+            size = status.st_size
+            # Blocks beyond its size only describe it, or are what the file system rounds up to.
+            held = min(status.st_blocks * _BLOCK_BYTES, size)
+            if not stat.S_ISREG(status.st_mode):
+                return None
+            if held < size and self._may_grow(path, is_new=is_new):
+                return SlabFile(path, size, status.st_mtime_ns, is_new, size - held)
+        except OSError:  # gone, most likely
+            return None
+        if held < min(size, HEADER_BYTES):
+            # It has a header, so the file system does not tell what it holds, or not yet.
+            held = size
+        return SlabFile(path, held, status.st_mtime_ns, is_new)
+
+    def _may_grow(self, path: Path, *, is_new: bool) -> bool:
+        """Whether somebody writes to a slab with holes, as far as can be told. Of one that is
+        sealed nobody is asked again. Raises: `FileNotFoundError`."""
+        if path in self._sealed:
+            return False
+        try:
+            if has_writer(path):
+                return True
+        except FileNotFoundError:
+            raise
+        except OSError:  # too many open files, for instance
+            return True
+        if not is_new:
+            self._sealed.add(path)
+        return False
 
     # ---------------------------------------------------------------- room
 
@@ -196,7 +274,8 @@ class SlabDirectory:
         try:
             return self._create_slab(self.root / space, header)
         except OSError as error:
-            if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            if is_no_room(error):
+                self.note_full()
                 raise NoRoomError(
                     f"the file system has no room ({error}): give the store a smaller capacity, or"
                     " more of the disk."
@@ -207,8 +286,12 @@ class SlabDirectory:
         folder.mkdir(mode=0o700, exist_ok=True)
         with self._locked():
             self._make_room(header.shape.file_bytes)
-            self._check_floor(header.shape.file_bytes)
             return SlabWriter.create(folder, header, self._now_ns)
+
+    def note_full(self) -> None:
+        """The file system had no room for a record, whatever it says is free, a quota for instance:
+        the next slab takes the room of others, as far as there are any."""
+        self._is_full = True
 
     def collect(self) -> list[SlabFile]:
         """Let go what exceeds the limits, and what was left over; what was removed.
@@ -221,6 +304,9 @@ class SlabDirectory:
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
         """Nobody else makes a slab, or room for one. Raises: `NoRoomError`, `OSError`."""
+        if not self._has_looked:  # this asks for the writer of each slab with holes: nobody waits
+            self._has_looked = True
+            self.slabs()
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         fd = os.open(self.root / _LOCK, flags, 0o600)
         try:
@@ -237,34 +323,54 @@ class SlabDirectory:
             os.close(fd)
 
     def _make_room(self, num_bytes: int) -> list[SlabFile]:
-        """Remove leftovers, and what else has to go so that so many bytes more fit. If not enough
-        can go for a slab, nothing does, or the next one would find an empty store, and no room."""
+        """Remove leftovers, and what else has to go so that so many bytes more fit."""
         files = self.slabs()
         for path in self._undeletable.keys() - {file.path for file in files}:
             del self._undeletable[path]
-        removed = self._remove_leftovers(files)
-        files = [file for file in files if file not in removed]
         excess = self._excess(files, num_bytes)
-        old = [file for file in files if not file.is_new]
-        while excess > 0:
-            victims = self._choose(old, excess)
-            if not victims or (num_bytes and _total(victims) < excess):
-                raise NoRoomError(
-                    f"{excess} bytes are missing, and not so much can be removed: give the store"
-                    " more capacity, a lower floor of free bytes, or smaller slabs."
-                )
-            gone = [file for file in victims if self._remove(file)]
-            self.num_evicted += len(gone)
-            self._note_going(_total(gone))
+        removed: list[SlabFile] = []
+        while True:
+            plan = self._plan(files, excess, num_bytes)
+            gone = [file for file in plan.leftovers if self._remove(file)]
+            if plan.missing_bytes and not plan.victims:
+                raise NoRoomError(plan.shortfall)
+            evicted = [file for file in plan.victims if self._remove(file)]
+            self.num_evicted += len(evicted)
+            self._note_going(_total(evicted))
+            gone += evicted
             removed += gone
             excess -= _total(gone)
-            old = [file for file in old if file not in victims]
+            left = set(files).difference(gone)
+            files = [file for file in files if file in left]
+            if not plan.missing_bytes and len(gone) == len(plan.files):
+                break
+        if num_bytes:
+            self._is_full = False
+            self._check_floor(files, num_bytes)
         return removed
 
-    def _remove_leftovers(self, files: list[SlabFile]) -> list[SlabFile]:
-        before_ns = self._now_ns() - LEFTOVER_S * 1e9
-        old = [file for file in files if file.is_new and file.used_ns < before_ns]
-        return [file for file in old if self._may_go(file) and self._remove(file)]
+    def plan(self, num_bytes: int = 0) -> Plan:
+        """What has to go so that so many bytes more fit. Removes nothing. Raises: `OSError`."""
+        files = self.slabs()
+        return self._plan(files, self._excess(files, num_bytes), num_bytes)
+
+    def _plan(self, files: list[SlabFile], excess: int, num_bytes: int) -> Plan:
+        leftovers = [file for file in files if self.is_leftover(file)]
+        excess -= _total(leftovers)
+        old = [file for file in files if not file.is_new]
+        victims = self._choose(old, excess)
+        if self._is_full and _total(victims) < num_bytes:
+            more = self._choose(old, num_bytes)
+            victims = more if _total(more) >= num_bytes else victims
+        missing_bytes = max(0, excess - _total(victims))
+        if missing_bytes and num_bytes:
+            victims = []
+        return Plan(tuple(leftovers), tuple(victims), missing_bytes)
+
+    def is_leftover(self, file: SlabFile) -> bool:
+        """Whether it was being made by a process that is gone."""
+        is_old = self._now_ns() - file.used_ns > LEFTOVER_S * 1e9
+        return file.is_new and is_old and self._may_go(file)
 
     def _choose(self, files: list[SlabFile], num_bytes: int) -> list[SlabFile]:
         """Which of these go, from the first on, to have so many bytes, or what there is."""
@@ -280,7 +386,7 @@ class SlabDirectory:
 
     def _excess(self, files: list[SlabFile], num_bytes: int) -> int:
         """Bytes that must go so that so many more fit."""
-        excess = self._limits.min_free_bytes + num_bytes - self._free_bytes()
+        excess = self._limits.min_free_bytes + num_bytes - self._free_bytes(files)
         # What is about to be free need not be made free again.
         excess -= self._going_bytes if self._clock() < self._gone_by_s else 0
         if self._limits.capacity_bytes is not None:
@@ -288,9 +394,13 @@ class SlabDirectory:
             excess = max(excess, held + num_bytes - self._limits.capacity_bytes)
         return excess
 
-    def _free_bytes(self) -> int:
+    def _free_bytes(self, files: Iterable[SlabFile]) -> int:
+        """That no writer is about to take."""
         status = os.statvfs(self.root)
-        return status.f_bavail * status.f_frsize
+        # Looked at again, and now: what they have taken since they were listed is not free any
+        # more, and would be missing twice.
+        reserved = sum(_reserved_bytes(file) for file in files if file.reserved_bytes)
+        return status.f_bavail * status.f_frsize - reserved
 
     def _note_going(self, num_bytes: int) -> None:
         if self._clock() >= self._gone_by_s:
@@ -298,9 +408,9 @@ class SlabDirectory:
         self._going_bytes += num_bytes
         self._gone_by_s = self._clock() + _LET_GO_S
 
-    def _check_floor(self, num_bytes: int) -> None:
+    def _check_floor(self, files: list[SlabFile], num_bytes: int) -> None:
         """What was removed is free only when nobody has it open. Raises: `NoRoomError`."""
-        if self._free_bytes() - num_bytes < self._limits.min_free_bytes:
+        if self._free_bytes(files) - num_bytes < self._limits.min_free_bytes:
             raise NoRoomError(
                 "other processes have not let go of removed slabs yet: try again in a second."
             )
@@ -308,6 +418,8 @@ class SlabDirectory:
 
     def _may_go(self, file: SlabFile) -> bool:
         """Unless somebody writes to it, or it cannot be removed."""
+        if file.reserved_bytes:
+            return False
         if self._clock() < self._undeletable.get(file.path, -math.inf):
             return False
         try:
@@ -337,17 +449,13 @@ def _total(files: Iterable[SlabFile]) -> int:
     return sum(file.num_bytes for file in files)
 
 
-def _slab_file(one: os.DirEntry[str]) -> SlabFile | None:
-    is_new = one.name.endswith(SUFFIX + NEW_SUFFIX)
-    if not is_new and not one.name.endswith(SUFFIX):
-        return None
+def _reserved_bytes(file: SlabFile) -> int:
+    """As it is now."""
     try:
-        status = one.stat(follow_symlinks=False)
+        held = file.path.stat(follow_symlinks=False).st_blocks * _BLOCK_BYTES
     except OSError:  # gone, most likely
-        return None
-    if not stat.S_ISREG(status.st_mode):
-        return None
-    return SlabFile(Path(one.path), status.st_size, status.st_mtime_ns, is_new)
+        return 0
+    return max(0, file.num_bytes - held)
 
 
 def _try_lock(fd: int, kind: int = fcntl.LOCK_EX) -> bool:
@@ -356,6 +464,12 @@ def _try_lock(fd: int, kind: int = fcntl.LOCK_EX) -> bool:
     except BlockingIOError:
         return False
     return True
+
+
+def is_no_room(error: Exception) -> bool:
+    """Whether there was no room: on the disk, in a quota, or for a file of such a size."""
+    codes = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+    return isinstance(error, OSError) and error.errno in codes
 
 
 def has_writer(path: Path) -> bool:

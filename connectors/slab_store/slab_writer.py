@@ -1,7 +1,9 @@
-"""A slab that is written: made whole, then added to, never changed.
+"""A slab that is written: it has its final size from creation, is added to, and never changed.
 
-A record is written first, then its entry: so who is killed in between leaves a record that nobody
-knows. The lock says that there is a writer, and goes with the process, however that ends.
+Its index has room on the disk from creation, a record takes it when it is written: what no record
+came to stays a hole. A record is written first, then its entry: so who is killed in between leaves
+a record that nobody knows. The lock says that there is a writer, and goes with the process, however
+that ends.
 """
 
 from __future__ import annotations
@@ -46,13 +48,14 @@ class SlabWriter:
         self.header = header
         self._fd = fd
         self._now_ns = now_ns
-        self._num_written = 0
+        self._num_written = self._num_published = 0
 
     @classmethod
     def create(
         cls, folder: Path, header: SlabHeader, now_ns: Callable[[], int] = time.time_ns
     ) -> Self:
-        """A slab of its final size in `folder`, which exists. `now_ns` is since the epoch.
+        """A slab of its final size in `folder`, which exists; its records have no room on the disk
+        yet. `now_ns` is since the epoch.
 
         Raises: `OSError`; then nothing is left, if that can be had.
         """
@@ -62,7 +65,9 @@ class SlabWriter:
         fd = os.open(new, flags, 0o600)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX)
-            os.posix_fallocate(fd, 0, header.shape.file_bytes)
+            # Room for all entries: what has found room for itself can be published.
+            os.posix_fallocate(fd, 0, header.shape.data_at)
+            os.ftruncate(fd, header.shape.file_bytes)
             write_at(fd, [memoryview(header.to_bytes())], 0)
             new.rename(path)
         except BaseException:
@@ -86,7 +91,7 @@ class SlabWriter:
         # Full until it has gone well: what an error leaves is not known, nor ever written over.
         first, self._num_written = self._num_written, self.header.shape.num_records
         entries = self._write(records, first)
-        self._num_written = first + len(records)
+        self._num_written = self._num_published = first + len(records)
         return entries
 
     def _write(self, records: Sequence[NewRecord], first: int) -> list[Entry]:
@@ -105,4 +110,14 @@ class SlabWriter:
         """Seal it: nothing is added any more, by anybody. May be repeated."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
-            os.close(fd)  # and with it goes the lock
+            # What a file system says only now is damage, and checksums find it.
+            with contextlib.suppress(OSError):
+                os.close(fd)  # and with it goes the lock
+
+    def discard(self) -> None:
+        """Seal it, and remove it if nothing was published: who finds no room again and again is
+        not to leave a file each time. Never raises."""
+        if not self._num_published:
+            with contextlib.suppress(OSError):
+                self.path.unlink()
+        self.close()

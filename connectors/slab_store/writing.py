@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from interlace.connectors.slab_store.directory import NoRoomError, SlabDirectory
+from interlace.connectors.slab_store.directory import NoRoomError, SlabDirectory, is_no_room
 from interlace.connectors.slab_store.layout import SlabHeader, SlabShape
 from interlace.connectors.slab_store.slab_writer import NewRecord, SlabWriter
 from interlace.connectors.slab_store.space import Space
@@ -150,12 +150,14 @@ class WriteBehind:
 
     def _run(self, write: Write) -> None:
         places: list[StoredPlace] = []
-        left = list(write.records)
+        left = collections.deque(write.records)
         while left and (writer := self._open_writer(len(left))) is not None:
-            part, left = left[: writer.num_free], left[writer.num_free :]
-            if not self._add(writer, part, places):
-                self._count(dropped_error=len(part) + len(left))
+            error = self._add(writer, left[0], places)
+            if error is not None:
+                reason = "dropped_no_room" if is_no_room(error) else "dropped_error"
+                self._count(**{reason: len(left)})
                 break
+            left.popleft()
         write.places = tuple(places)
         self._count(written=len(places))
 
@@ -181,16 +183,21 @@ class WriteBehind:
         self._again_s = self._clock() + _AGAIN_S
         logger.warning("%s", why)
 
-    def _add(self, writer: SlabWriter, part: list[NewRecord], places: list[StoredPlace]) -> bool:
+    def _add(
+        self, writer: SlabWriter, record: NewRecord, places: list[StoredPlace]
+    ) -> Exception | None:
+        """One at a time: so what there was room for is published."""
         try:
-            entries = writer.add(part)
+            (entry,) = writer.add([record])
         except Exception as error:  # noqa: BLE001 - whatever it is, what is on the disk is not known
             self._pause(f"{writer.path} cannot be written to, and is sealed: {error}")
-            self._seal()
-            return False
-        name = writer.path.name
-        places += [StoredPlace(name, entry.record, entry.checksum) for entry in entries]
-        return True
+            self._writer = None
+            writer.discard()
+            if is_no_room(error):
+                self._directory.note_full()
+            return error
+        places.append(StoredPlace(writer.path.name, entry.record, entry.checksum))
+        return None
 
     def _seal(self) -> None:
         writer, self._writer = self._writer, None

@@ -14,6 +14,7 @@ class FileReport:
     name: str
     """Folder and name, below the directory."""
     num_bytes: int
+    """On the disk: a slab's room is taken as records come."""
     used_ns: int
     """When it was last written to, or read: since the epoch."""
     is_new: bool
@@ -23,7 +24,7 @@ class FileReport:
     def of(cls, file: SlabFile) -> FileReport:
         """Of a file below a space's folder."""
         name = f"{file.path.parent.name}/{file.path.name}"
-        return cls(name=name, num_bytes=file.num_bytes, used_ns=file.used_ns, is_new=file.is_new)
+        return cls(name=name, num_bytes=file.disk_bytes, used_ns=file.used_ns, is_new=file.is_new)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +88,9 @@ class Statistics:
     num_slabs: int
     num_records: int
     file_bytes: int
-    """Of all files: slabs, those being made, leftovers, and what is left out."""
+    """Of all files, on the disk: slabs, those being made, leftovers, and what is left out."""
+    reserved_bytes: int
+    """More, which count too: room that slabs with a living writer may still take."""
     record_bytes: int
     """Of published records."""
     num_free_records: int
@@ -205,5 +208,5 @@ class Selection:
 
     @property
     def num_bytes(self) -> int:
-        """Of the files."""
-        return sum(file.num_bytes for file in self.files)
+        """Of the files, on the disk."""
+        return sum(file.disk_bytes for file in self.files)

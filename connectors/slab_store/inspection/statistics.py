@@ -31,13 +31,15 @@ def _within(found: Survey, folder: str) -> Survey:
 def _statistics(folder: str, found: Survey) -> Statistics:
     saved = [entry.saved_ns for slab in found.slabs for entry in slab.entries]
     written = [slab for slab in found.slabs if slab.is_written]
+    files = (*found.files, *found.being_made)
     return Statistics(
         folder=folder,
         model_names=model_names(found.slabs),
         model=found.slabs[0].space.identity.model if folder and found.slabs else "",
         num_slabs=len(found.slabs),
         num_records=len(saved),
-        file_bytes=sum(file.num_bytes for file in (*found.files, *found.being_made)),
+        file_bytes=sum(file.disk_bytes for file in files),
+        reserved_bytes=sum(file.reserved_bytes for file in files),
         record_bytes=sum(len(slab.entries) * slab.shape.record_bytes for slab in found.slabs),
         num_free_records=sum(slab.shape.num_records - len(slab.entries) for slab in written),
         oldest_ns=min(saved, default=None),
@@ -45,6 +47,6 @@ def _statistics(folder: str, found: Survey) -> Statistics:
         num_written=len(written),
         num_being_made=len(found.being_made),
         num_leftovers=len(found.leftovers),
-        leftover_bytes=sum(file.num_bytes for file in found.leftovers),
+        leftover_bytes=sum(file.disk_bytes for file in found.leftovers),
         left_out=tuple(one for _, one in found.left_out),
     )

@@ -43,7 +43,7 @@ def verify(directory: SlabDirectory, progress: Progress) -> Verification:
     files = [file for file in directory.slabs() if not file.is_new]
     num_slabs = num_records = num_bytes = 0
     flawed: list[FlawedSlab] = []
-    with progress.task("verify", sum(file.num_bytes for file in files)) as advance:
+    with progress.task("verify", sum(file.disk_bytes for file in files)) as advance:
         for file in files:
             found = _verdict(file, advance)
             if isinstance(found, LeftOut):
@@ -64,11 +64,13 @@ def _verdict(file: SlabFile, advance: Callable[[float], None]) -> _Verdict | Lef
 
     def note(num_bytes: float) -> None:
         nonlocal num_read
-        num_read += int(num_bytes)
-        advance(num_bytes)
+        # Records may have come since it was listed, or take less room on the disk.
+        step = min(int(num_bytes), file.disk_bytes - num_read)
+        num_read += step
+        advance(step)
 
     found = with_slab(file, lambda slab: _read_all(file, slab, note))
-    advance(file.num_bytes - num_read)
+    note(file.disk_bytes)
     return found
 
 

@@ -25,6 +25,7 @@ from slab_kit import (
     start,
 )
 
+from interlace.connectors.slab_store import directory as directory_module
 from interlace.connectors.slab_store.catalog import Catalog
 from interlace.connectors.slab_store.directory import (
     MARKER,
@@ -37,7 +38,7 @@ from interlace.connectors.slab_store.layout import VERSION
 from interlace.connectors.slab_store.slab import Slab
 from interlace.engine.errors import ConfigError
 
-SLAB = header().shape.file_bytes
+SLAB = header(1).shape.file_bytes
 NAME = SPACE.folder_name
 NOW_NS = 10**18
 
@@ -57,12 +58,17 @@ def directory(root: Path, slabs: float | None = None, **options: Any) -> SlabDir
 
 def add(store: SlabDirectory, number: int, used_ns: int | None = None) -> Path:
     """A sealed slab with that record."""
-    writer = store.create_slab(NAME, header())
+    writer = store.create_slab(NAME, header(1))
     writer.add([record(number)])
     writer.close()
     if used_ns is not None:
         os.utime(writer.path, ns=(used_ns, used_ns))
     return writer.path
+
+
+def held(path: Path) -> int:
+    """Bytes on the disk."""
+    return path.stat().st_blocks * 512
 
 
 def there(store: SlabDirectory) -> list[Path]:
@@ -207,7 +213,7 @@ def test_all_spaces_count_together(root: Path) -> None:
     store = directory(root, 2)
     first = add(store, 0, NOW_NS)
     for name in ("0" * 16, "1" * 16):
-        store.create_slab(name, header()).close()
+        store.create_slab(name, header(1)).close()
     assert first not in there(store)
     assert len(store.spaces()) == 3
     assert len(there(store)) == 2
@@ -215,14 +221,14 @@ def test_all_spaces_count_together(root: Path) -> None:
 
 def test_b74_a_slab_with_a_living_writer_is_never_removed(root: Path) -> None:
     store = directory(root, 2)
-    writer = store.create_slab(NAME, header())
+    writer = store.create_slab(NAME, header(1))
     os.utime(writer.path, ns=(1, 1))
     sealed = add(store, 1)
     assert add(store, 2) in there(store)
     assert sealed not in there(store)
-    second = directory(root, 2).create_slab(NAME, header())
+    second = directory(root, 2).create_slab(NAME, header(1))
     with pytest.raises(NoRoomError, match="give the store more capacity"):
-        store.create_slab(NAME, header())
+        store.create_slab(NAME, header(1))
     with pytest.raises(NoRoomError):
         directory(root, 1).collect()
     assert set(there(store)) == {writer.path, second.path}
@@ -245,13 +251,148 @@ def test_if_not_enough_can_go_nothing_does(root: Path, slabs: float) -> None:
     """Or each try would cost the whole store, and bring nothing."""
     paths = [add(directory(root), number) for number in range(2)]
     store = directory(root, slabs)
-    writer = directory(root).create_slab(NAME, header())
+    writer = directory(root).create_slab(NAME, header(1))
     for _ in range(2):
         with pytest.raises(NoRoomError):
-            store.create_slab(NAME, header())
+            store.create_slab(NAME, header(1))
     assert set(there(store)) == {*paths, writer.path}
     assert store.num_evicted == 0
     writer.close()
+
+
+# ---------------------------------------------------------------- holes
+
+LARGE = header(64)
+LARGE_BYTES = LARGE.shape.file_bytes
+
+
+def held_with(num_records: int) -> int:
+    """Bytes on the disk of a large slab with so many records."""
+    return LARGE.shape.record_at(num_records)
+
+
+def add_large(store: SlabDirectory, number: int) -> Path:
+    """A large slab with one record, sealed."""
+    writer = store.create_slab(NAME, LARGE)
+    writer.add([record(number)])
+    writer.close()
+    return writer.path
+
+
+def test_a_slab_counts_in_full_while_it_is_written_to_and_then_what_it_holds(root: Path) -> None:
+    store = directory(root)
+    writer = store.create_slab(NAME, LARGE)
+    for number in range(3):
+        (file,) = store.slabs()
+        assert file.num_bytes == LARGE_BYTES
+        assert file.disk_bytes == held_with(number) == held(file.path)
+        writer.add([record(number)])
+    writer.close()
+    (file,) = store.slabs()
+    assert (file.num_bytes, file.reserved_bytes) == (held_with(3), 0)
+
+
+def test_processes_that_store_little_take_little(root: Path) -> None:
+    store = directory(root, limits=Limits(capacity_bytes=LARGE_BYTES + 20 * held_with(1)))
+    for number in range(21):
+        add_large(store, number)
+    assert (len(there(store)), store.num_evicted) == (21, 0)
+    add_large(store, 21)
+    assert (len(there(store)), store.num_evicted) == (21, 1)
+
+
+def test_b68_what_a_living_writer_may_still_take_counts(root: Path) -> None:
+    store = directory(root, limits=Limits(capacity_bytes=2 * LARGE_BYTES - 1))
+    writer = store.create_slab(NAME, LARGE)
+    with pytest.raises(NoRoomError):
+        directory(root, limits=store._limits).create_slab(NAME, LARGE)
+    writer.close()
+    add_large(store, 1)
+    assert len(there(store)) == 2
+
+
+def test_of_sealed_slabs_nobody_is_asked_twice(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It costs an open each, of thousands perhaps, while others wait."""
+    store = directory(root)
+    for number in range(20):
+        add_large(store, number)
+    add(store, 20)  # it has no holes: there is nothing to ask
+    writer = store.create_slab(NAME, LARGE)
+    asked: list[Path] = []
+    real = directory_module.has_writer
+
+    def has_writer(path: Path) -> bool:
+        asked.append(path)
+        return real(path)
+
+    monkeypatch.setattr(directory_module, "has_writer", has_writer)
+    again = directory(root)
+    for _ in range(3):
+        assert len(again.slabs()) == 22
+    assert len(asked) == len(set(asked)) + 2 == 23
+    assert asked.count(writer.path) == 3
+    writer.close()
+
+
+class Entries:
+    """What `scandir` finds, on a file system that says that files hold so many blocks."""
+
+    def __init__(self, path: Any, num_blocks: int, real: Any) -> None:
+        with real(path) as found:
+            self.entries = list(found)
+        self._num_blocks = num_blocks
+
+    def __enter__(self) -> Iterator[Any]:
+        for one in self.entries:
+            yield SimpleNamespace(
+                name=one.name, path=one.path, is_dir=one.is_dir, stat=self._stat(one)
+            )
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def _stat(self, one: os.DirEntry[str]) -> Any:
+        def stat_of(*, follow_symlinks: bool) -> SimpleNamespace:
+            real = one.stat(follow_symlinks=follow_symlinks)
+            names = ("st_mode", "st_size", "st_mtime_ns")
+            fields = {name: getattr(real, name) for name in names}
+            return SimpleNamespace(**fields, st_blocks=self._num_blocks)
+
+        return stat_of
+
+
+@pytest.mark.parametrize("num_blocks", [0, 1, 15, 16, 24, 10**6])
+def test_file_systems_that_count_blocks_in_their_own_way(
+    root: Path, monkeypatch: pytest.MonkeyPatch, num_blocks: int
+) -> None:
+    """None at all, or only later: then limits are to hold all the same. Or compressed; or more than
+    the size, for what describes the file."""
+    path = add_large(directory(root), 1)
+    writer = directory(root).create_slab(NAME, LARGE)
+    real = os.scandir
+    monkeypatch.setattr(os, "scandir", lambda where: Entries(where, num_blocks, real))
+    files = {file.path: file for file in directory(root).slabs()}
+    told = min(512 * num_blocks, LARGE_BYTES)
+    assert files[path].num_bytes == (told if told >= 8192 else LARGE_BYTES)
+    assert files[path].reserved_bytes == 0
+    assert files[writer.path].num_bytes == LARGE_BYTES
+    assert files[writer.path].disk_bytes == told
+    writer.close()
+
+
+def test_a_slab_whose_writer_cannot_be_asked_for_counts_in_full(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = add_large(directory(root), 1)
+
+    def refuse(_path: Path) -> bool:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    store = directory(root)
+    with monkeypatch.context() as patch:
+        patch.setattr(directory_module, "has_writer", refuse)
+        assert [file.num_bytes for file in store.slabs()] == [LARGE_BYTES]
+    assert [file.num_bytes for file in store.slabs()] == [held(path)]
 
 
 # ---------------------------------------------------------------- the floor
@@ -267,7 +408,7 @@ class Disk:
         self._store = store
 
     def statvfs(self, path: object) -> SimpleNamespace:
-        used = sum(one.stat().st_size for one in self._store.rglob("*.slab*") if one.is_file())
+        used = sum(held(one) for one in self._store.rglob("*.slab*") if one.is_file())
         return SimpleNamespace(f_frsize=1, f_bavail=max(0, self.num_bytes - used - self.in_use))
 
 
@@ -289,11 +430,25 @@ def test_b68_the_floor_holds_whoever_else_fills_the_disk(root: Path, disk: Disk)
     assert len(there(store)) == 2
     disk.in_use = 3 * SLAB - 100
     with pytest.raises(NoRoomError, match="lower floor"):
-        store.create_slab(NAME, header())
+        store.create_slab(NAME, header(1))
     assert len(there(store)) == 2
     with contextlib.suppress(NoRoomError):
         store.collect()
     assert disk.statvfs(root).f_bavail >= 2 * SLAB
+
+
+def test_b68_the_floor_holds_when_writers_have_taken_their_room(root: Path, disk: Disk) -> None:
+    """What is free now may be promised to one."""
+    disk.num_bytes = 2 * LARGE_BYTES + SLAB
+    store = directory(root, limits=Limits(min_free_bytes=SLAB))
+    writers = [store.create_slab(NAME, LARGE) for _ in range(2)]
+    assert disk.statvfs(root).f_bavail > LARGE_BYTES
+    with pytest.raises(NoRoomError):
+        store.create_slab(NAME, LARGE)
+    for writer in writers:
+        writer.add([record(number) for number in range(64)])
+        writer.close()
+    assert disk.statvfs(root).f_bavail == SLAB
 
 
 def test_b68_removed_slabs_that_others_have_open_are_not_free_yet(
@@ -314,17 +469,17 @@ def test_b68_removed_slabs_that_others_have_open_are_not_free_yet(
     for moment in (0.0, 0.5, 1.9):
         now[0] = moment
         with pytest.raises(NoRoomError, match=r"not let go of .* try again"):
-            store.create_slab(NAME, header())
+            store.create_slab(NAME, header(1))
         assert len(there(store)) == 4
     disk.in_use = 0
     add(store, 5)
     assert (len(there(store)), store.num_evicted) == (5, 1)
     with pytest.raises(NoRoomError):  # and so on, with the next one
-        store.create_slab(NAME, header())
+        store.create_slab(NAME, header(1))
     assert store.num_evicted == 2
     now[0] += 2.1  # what is not free by now will not be
     with pytest.raises(NoRoomError):
-        store.create_slab(NAME, header())
+        store.create_slab(NAME, header(1))
     assert store.num_evicted == 3
 
 
@@ -372,11 +527,11 @@ def test_nothing_but_undeletable_slabs_is_no_room_until_they_are_tried_again(
         patch.setattr(Path, "unlink", unlink)
         for _ in range(2):
             with pytest.raises(NoRoomError):
-                store.create_slab(NAME, header())
+                store.create_slab(NAME, header(1))
     assert store.num_undeletable == 2
     now[0] = 59.0
     with pytest.raises(NoRoomError):
-        store.create_slab(NAME, header())
+        store.create_slab(NAME, header(1))
     now[0] = 60.0
     add(store, 2)
     add(store, 3)
@@ -489,7 +644,7 @@ def test_strays_are_neither_counted_nor_removed(root: Path) -> None:
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
-@pytest.mark.parametrize("function", ["mkdir", "open", "posix_fallocate", "pwrite"])
+@pytest.mark.parametrize("function", ["mkdir", "open", "posix_fallocate", "ftruncate", "pwrite"])
 def test_b69_a_full_disk_is_no_room(
     root: Path, monkeypatch: pytest.MonkeyPatch, function: str, code: int
 ) -> None:
@@ -501,7 +656,7 @@ def test_b69_a_full_disk_is_no_room(
     with monkeypatch.context() as patch:
         patch.setattr(os, function, fail)
         with pytest.raises(NoRoomError, match="give the store a smaller capacity"):
-            store.create_slab(NAME, header())
+            store.create_slab(NAME, header(1))
     assert not list(root.glob("*/*"))
     add(store, 1)
 
@@ -515,11 +670,11 @@ def test_other_errors_stay_what_they_are_and_the_lock_is_let_go(
     def fail(*_: object) -> None:
         raise OSError(errno.EIO, "Input/output error")
 
-    for name in ("posix_fallocate", "statvfs"):
+    for name in ("posix_fallocate", "ftruncate", "statvfs"):
         with monkeypatch.context() as patch:
             patch.setattr(os, name, fail)
             with pytest.raises(OSError, match="Input/output"):
-                store.create_slab(NAME, header())
+                store.create_slab(NAME, header(1))
     assert len(os.listdir("/proc/self/fd")) == before  # noqa: PTH208
     add(directory(root), 1)
 
@@ -549,7 +704,7 @@ def test_b67_leftovers_of_the_dead_go_after_a_minute(root: Path) -> None:
 
 def test_what_is_being_made_by_the_living_stays_however_old(root: Path) -> None:
     store = directory(root, now_ns=lambda: NOW_NS)
-    writer = store.create_slab(NAME, header())
+    writer = store.create_slab(NAME, header(1))
     young = writer.path.rename(writer.path.with_name(writer.path.name + ".new"))
     os.utime(young, ns=(1, 1))
     assert store.collect() == []
@@ -580,7 +735,7 @@ def test_b62_a_process_that_hangs_with_the_lock_is_not_waited_for_long(root: Pat
         with pytest.raises(
             NoRoomError, match=r"for 2 s: .* end the process .*interlace-slabs.lock"
         ):
-            store.create_slab(NAME, header())
+            store.create_slab(NAME, header(1))
         assert until_s <= now[0] < until_s + 0.05
     assert len(there(store)) == 1
     process.kill()
@@ -596,7 +751,7 @@ from slab_kit import SPACE, header, record
 from interlace.connectors.slab_store.directory import Limits, NoRoomError, SlabDirectory
 root, start, capacity, disk, floor = Path(sys.argv[1]), *map(float, sys.argv[2:])
 def statvfs(path):
-    used = sum(one.stat().st_size for one in root.rglob("*.slab*"))
+    used = sum(one.stat().st_blocks * 512 for one in root.rglob("*.slab*"))
     return SimpleNamespace(f_frsize=1, f_bavail=int(disk) - used)
 os.statvfs = statvfs
 limits = Limits(capacity_bytes=int(capacity), min_free_bytes=int(floor))
@@ -607,7 +762,7 @@ made = refused = 0
 before = None
 for number in range(60):
     try:
-        writer = store.create_slab(SPACE.folder_name, header())
+        writer = store.create_slab(SPACE.folder_name, header(1))
         writer.add([record(number)])
         made += 1
     except NoRoomError as error:

@@ -80,15 +80,37 @@ def test_entries_say_when_they_were_saved(folder: Path) -> None:
     assert writer.path.name.startswith(f"{101:016x}-")
 
 
-def test_a_slab_has_its_final_size_from_the_beginning(writer: SlabWriter) -> None:
-    sizes = {writer.path.stat().st_size}
+def test_a_slab_has_its_final_size_from_creation_and_takes_room_for_what_is_there(
+    writer: SlabWriter,
+) -> None:
+    shape = writer.header.shape
     for number in range(4):
+        status = writer.path.stat()
+        assert status.st_size == shape.file_bytes
+        assert status.st_blocks * 512 == shape.record_at(number)
         writer.add([record(number)])
-        sizes.add(writer.path.stat().st_size)
     writer.close()
-    assert sizes == {writer.header.shape.file_bytes, writer.path.stat().st_size}
     status = writer.path.stat()
-    assert status.st_blocks * 512 >= status.st_size, "its room is its own"
+    assert status.st_blocks * 512 == status.st_size == shape.file_bytes
+
+
+def test_a_hole_is_no_damage(folder: Path) -> None:
+    with Slab.open(write_slab(folder, [1], num_records=2000)) as slab:
+        (entry,) = slab.look()
+        assert slab.is_sealed
+        assert is_right(slab, entry)
+
+
+def test_what_holds_no_record_can_be_discarded(folder: Path) -> None:
+    empty = SlabWriter.create(folder, header(4))
+    used = SlabWriter.create(folder, header(4))
+    used.add([record(1)])
+    for writer in (empty, used, used):
+        writer.discard()
+    assert list(folder.iterdir()) == [used.path]
+    with Slab.open(used.path) as slab:
+        assert len(slab.look()) == 1
+        assert slab.is_sealed
 
 
 def test_looks_bring_what_is_new(writer: SlabWriter) -> None:

@@ -189,7 +189,7 @@ SlabDirectory(Path(sys.argv[1]), Limits()).create_slab(SPACE.folder_name, header
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize("step", ["posix_fallocate", "pwrite", "rename"])
+@pytest.mark.parametrize("step", ["posix_fallocate", "ftruncate", "pwrite", "rename"])
 def test_a_maker_that_dies_leaves_a_leftover_or_an_empty_slab(
     tmp_path: Path, step: str, when: str
 ) -> None:

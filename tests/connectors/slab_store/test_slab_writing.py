@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import threading
 from pathlib import Path
@@ -19,6 +20,9 @@ from interlace.connectors.slab_store.files import write_at
 from interlace.connectors.slab_store.writing import StoredPlace
 from interlace.layers.lanes import ThreadLanes
 from interlace.layers.virtual_lanes import VirtualLanes
+
+PITCH = 4096
+"""Of a record on the disk."""
 
 
 def drained(root: Path, **options: Any) -> tuple[WritingKit, VirtualLanes]:
@@ -81,8 +85,13 @@ def test_without_room_nothing_is_stored_until_it_is_tried_again(tmp_path: Path) 
     kit.writer.close(PATIENCE_S)
 
 
-@pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC, errno.EACCES])
-@pytest.mark.parametrize("failing", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    ("code", "failing"),
+    [
+        *itertools.product([errno.EIO, errno.EACCES], [1, 2, 3, 4]),
+        *itertools.product([errno.ENOSPC], [1, 3]),  # entries have room from creation
+    ],
+)
 def test_an_error_of_the_file_system_ends_the_slab_and_nobody_else(
     code: int, failing: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -111,6 +120,84 @@ def test_an_error_of_the_file_system_ends_the_slab_and_nobody_else(
     assert kit.writer.counts.written == len(whole)
     assert kit.writer.counts.dropped_error + kit.writer.counts.dropped_no_room == 4 - len(whole)
     kit.writer.close(PATIENCE_S)
+
+
+class Quota:
+    """Lets so many bytes lie in slabs, whatever `statvfs` says is free."""
+
+    def __init__(self, kit: WritingKit, num_bytes: int) -> None:
+        self.num_bytes = num_bytes
+        self._kit = kit
+
+    def write_at(self, fd: int, buffers: Any, offset: int) -> None:
+        held = sum(path.stat().st_blocks * 512 for path in self._kit.folder.glob("*.slab"))
+        is_data = buffers[0].nbytes == RECORD_BYTES
+        if is_data and held + PITCH > self.num_bytes:
+            raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+        write_at(fd, buffers, offset)
+
+
+def test_b69_a_disk_that_fills_up_within_a_slab_costs_what_did_not_fit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kit, lanes = drained(tmp_path)
+    quota = Quota(kit, 2 * SLAB_BYTES - PITCH)
+    monkeypatch.setattr(slab_writer, "write_at", quota.write_at)
+    write = kit.write(*range(8))
+    lanes.drain()
+    assert len(write.places) == 5
+    assert kit.writer.counts == (5, 0, 3, 0)
+    assert kit.found(*range(9)) == [0, 1, 2, 3, 4]
+    assert {file.reserved_bytes for file in kit.directory.slabs()} == {0}, "it is sealed"
+    kit.write(8)
+    lanes.drain()
+    assert kit.writer.counts.dropped_no_room == 4, "not yet"
+    kit.now_s += 1.0
+    kit.write(5, 6, 7, 8)
+    lanes.drain()
+    assert kit.found(*range(9)) == [3, 4, 5, 6, 7], "the oldest slab has gone for it"
+    assert kit.writer.counts == (8, 0, 5, 0)
+    assert kit.directory.num_evicted == 1
+    assert kit.writer.close(PATIENCE_S)
+
+
+def test_b69_where_nothing_fits_no_files_pile_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kit, lanes = drained(tmp_path)
+    kit.write(0)
+    lanes.drain()
+    monkeypatch.setattr(slab_writer, "write_at", Quota(kit, 0).write_at)
+    for number in range(1, 6):
+        kit.now_s += 1.0
+        kit.write(number)
+        lanes.drain()
+    assert kit.writer.counts == (1, 0, 5, 0)
+    assert kit.found(*range(6)) == [0], "less than a slab goes for none"
+    assert len(list(kit.folder.iterdir())) == 1
+    assert kit.writer.close(PATIENCE_S)
+
+
+def test_a_slab_whose_end_is_not_taken_well_stops_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some file systems say only then what did not fit."""
+    kit, lanes = drained(tmp_path)
+    kit.write(0, 1, 2)
+    lanes.drain()
+    real = os.close
+
+    def close(fd: int) -> None:
+        real(fd)
+        raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(slab_writer.os, "close", close)
+        kit.writer._seal()
+    kit.write(3)
+    lanes.drain()
+    assert kit.found(*range(4)) == [0, 1, 2, 3]
+    assert kit.writer.close(PATIENCE_S)
 
 
 def test_b68_the_limits_are_looked_after_while_nothing_is_written(tmp_path: Path) -> None:
