@@ -151,7 +151,7 @@ def gc(
     now_ns = _clock(context)
     with _errors():
         store = open_store(directory, limits, now_ns)
-        done = plan_collection(store, limits, now_ns()) if dry_run else collect(store)
+        done = plan_collection(store) if dry_run else collect(store)
     if as_json:
         print_json(dry_run=dry_run, **report_fields(done), num_bytes=done.num_bytes)
     else:
@@ -233,7 +233,7 @@ def _survey(directory: Path, now_ns: int) -> Survey:
     from interlace.connectors.slab_store.inspection.survey import open_store, survey
 
     with _errors():
-        return survey(open_store(directory), now_ns, _quiet_progress())
+        return survey(open_store(directory, now_ns=lambda: now_ns), _quiet_progress())
 
 
 def _quiet_progress() -> Progress:

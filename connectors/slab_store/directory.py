@@ -33,7 +33,7 @@ _LOCK = "interlace-slabs.lock"
 _LOCK_S = 2.0
 """For so long others are waited for who make a slab."""
 _PAUSE_S = 0.01
-LEFTOVER_S = 60.0
+_LEFTOVER_S = 60.0
 """So old is a slab being made whose maker is gone."""
 _AGAIN_S = 60.0
 """After this time a slab that could not be removed is tried again."""
@@ -369,7 +369,7 @@ class SlabDirectory:
 
     def is_leftover(self, file: SlabFile) -> bool:
         """Whether it was being made by a process that is gone."""
-        is_old = self._now_ns() - file.used_ns > LEFTOVER_S * 1e9
+        is_old = self._now_ns() - file.used_ns > _LEFTOVER_S * 1e9
         return file.is_new and is_old and self._may_go(file)
 
     def _choose(self, files: list[SlabFile], num_bytes: int) -> list[SlabFile]:

@@ -18,7 +18,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from interlace.connectors.kv_folders.identity import KVIdentity
-from interlace.connectors.slab_store.directory import MARKER, Limits, SlabDirectory, SlabFile
+from interlace.connectors.slab_store.directory import (
+    MARKER,
+    Limits,
+    NoRoomError,
+    SlabDirectory,
+    SlabFile,
+)
 from interlace.connectors.slab_store.inspection.chains import Chains, list_prefixes
 from interlace.connectors.slab_store.inspection.limits import collect, plan_collection
 from interlace.connectors.slab_store.inspection.removal import (
@@ -115,7 +121,7 @@ class Kit:
         return open_store(self.root, now_ns=lambda: NOW_NS)
 
     def survey(self) -> Survey:
-        return survey(self.directory, NOW_NS, Silent())
+        return survey(self.directory, Silent())
 
     def names(self) -> list[str]:
         return sorted(path.name for path in self.root.glob("*/*"))
@@ -196,7 +202,7 @@ def test_looks_leave_no_traces(kit: Kit) -> None:
     list_prefixes(found)
     statistics(found)
     verify(kit.directory, Silent())
-    plan_collection(kit.directory, Limits(capacity_bytes=0), NOW_NS)
+    plan_collection(open_store(kit.root, Limits(capacity_bytes=0), lambda: NOW_NS))
     assert kit.root.stat().st_mtime_ns == 1
     assert [(path, path.lstat().st_mtime_ns) for path in sorted(kit.root.rglob("*"))] == before
 
@@ -470,7 +476,7 @@ def test_slabs_that_go_while_they_are_read_are_passed_over(kit: Kit) -> None:
     assert found.flawed == ()
     assert found.num_slabs == 1, "what is open stays readable"
     paths = [kit.seal(name, {1: 0}) for name in "abc"]
-    looked = survey(kit.directory, NOW_NS, Silent(remove_all))
+    looked = survey(kit.directory, Silent(remove_all))
     assert (looked.slabs, looked.left_out) == ((), ())
 
 
@@ -582,11 +588,12 @@ def test_a_plan_is_what_a_collection_does(tmp_path: Path, num_slabs: int | None)
     writer = kit.write("b", {2: 0}, used_s=300)
     capacity = None if num_slabs is None else num_slabs * SHAPE.file_bytes
     limits = Limits(capacity_bytes=capacity)
-    planned = plan_collection(kit.directory, limits, NOW_NS)
+    planned = plan_collection(open_store(kit.root, limits, lambda: NOW_NS))
     assert len(kit.names()) == 5, "nothing is removed by a plan"
     done = collect(open_store(kit.root, limits, lambda: NOW_NS))
     writer.close()
     assert sorted(as_told(planned.removed)) == sorted(as_told(done.removed))
+    assert planned.shortfall == done.shortfall
     assert (planned.shortfall is None) == (done.shortfall is None) == (num_slabs != 0)
     gone = {None: "", 4: "", 3: "a", 2: "ac", 1: "acd", 0: "acd"}[num_slabs]
     assert as_told(planned.removed) == ["x.slab.new", *(f"{name}.slab" for name in gone)]
@@ -601,9 +608,32 @@ def test_a_floor_of_free_bytes(kit: Kit, monkeypatch: pytest.MonkeyPatch) -> Non
     free = status.f_bavail * status.f_frsize
     monkeypatch.setattr(os, "statvfs", lambda _path: status)
     limits = Limits(min_free_bytes=free + SHAPE.file_bytes + 1)
-    planned = plan_collection(kit.directory, limits, NOW_NS)
+    planned = plan_collection(open_store(kit.root, limits, lambda: NOW_NS))
     done = collect(open_store(kit.root, limits, lambda: NOW_NS))
     assert as_told(planned.removed) == as_told(done.removed) == ["a.slab", "b.slab"]
+
+
+@pytest.mark.parametrize("num_slabs", [1, 2, 2.4, 3, 5])
+def test_a_plan_for_a_slab_is_what_making_one_does(tmp_path: Path, num_slabs: float) -> None:
+    """One that fills up included, and slabs that hold less than others."""
+    kit = Kit(tmp_path / "kv")
+    kit.seal("a", {1: 0}, used_s=400)
+    kit.seal("c", FULL, used_s=200)
+    limits = Limits(capacity_bytes=int(num_slabs * SHAPE.file_bytes))
+    directory = open_store(kit.root, limits, lambda: NOW_NS)
+    before = kit.names()
+    with contextlib.closing(kit.write("b", {2: 0}, used_s=300)):
+        plan = directory.plan(SHAPE.file_bytes)
+        with (
+            pytest.raises(NoRoomError, match="bytes are missing")
+            if plan.missing_bytes
+            else contextlib.nullcontext()
+        ):
+            directory.create_slab("0" * 16, SlabHeader(SPACE.facts, SHAPE)).close()
+    gone = [name for name in before if name not in kit.names()]
+    assert [file.path.name for file in plan.files] == gone
+    assert (plan.missing_bytes > 0) == (num_slabs == 1)
+    assert len(gone) == {1: 0, 2: 2, 2.4: 2, 3: 1, 5: 0}[num_slabs]
 
 
 def test_whoever_holds_the_lock_is_named_and_nothing_went(kit: Kit) -> None:

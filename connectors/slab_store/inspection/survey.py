@@ -13,14 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from interlace.connectors.kv_folders.identity import KVIdentity
-from interlace.connectors.slab_store.directory import (
-    LEFTOVER_S,
-    MARKER,
-    Limits,
-    SlabDirectory,
-    SlabFile,
-    has_writer,
-)
+from interlace.connectors.slab_store.directory import MARKER, Limits, SlabDirectory, SlabFile
 from interlace.connectors.slab_store.files import read_at
 from interlace.connectors.slab_store.inspection.reports import FileReport, LeftOut
 from interlace.connectors.slab_store.layout import (
@@ -94,8 +87,8 @@ def open_store(
     return directory
 
 
-def survey(directory: SlabDirectory, now_ns: int, progress: Progress) -> Survey:
-    """Look at all files, but read no record. `now_ns` is since the epoch. Raises: `OSError`."""
+def survey(directory: SlabDirectory, progress: Progress) -> Survey:
+    """Look at all files, but read no record. Raises: `OSError`."""
     slabs: list[SlabContents] = []
     left_out: list[tuple[SlabFile, LeftOut]] = []
     new: dict[bool, list[SlabFile]] = {False: [], True: []}  # is it a leftover?
@@ -105,7 +98,7 @@ def survey(directory: SlabDirectory, now_ns: int, progress: Progress) -> Survey:
         for file in files:
             advance(1)
             if file.is_new:
-                new[is_leftover(file, now_ns)].append(file)
+                new[directory.is_leftover(file)].append(file)
                 continue
             found = _contents(file)
             if isinstance(found, SlabContents):
@@ -119,16 +112,6 @@ def survey(directory: SlabDirectory, now_ns: int, progress: Progress) -> Survey:
         being_made=tuple(new[False]),
         leftovers=tuple(new[True]),
     )
-
-
-def is_leftover(file: SlabFile, now_ns: int) -> bool:
-    """Whether it was being made by a process that is gone. It may be gone itself."""
-    if now_ns - file.used_ns <= LEFTOVER_S * 1e9:
-        return False
-    try:
-        return not has_writer(file.path)
-    except OSError:
-        return False
 
 
 def _open(path: Path) -> int:
