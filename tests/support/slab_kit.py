@@ -1,7 +1,8 @@
-"""Small slabs, records that follow from a number, and processes that write them."""
+"""Small slabs, records that follow from a number, and what writes them: a lane, or a process."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -13,10 +14,13 @@ import numpy.typing as npt
 
 from interlace.connectors.kv_folders.identity import KVIdentity
 from interlace.connectors.slab_store.catalog import Catalog, Place
+from interlace.connectors.slab_store.directory import Limits, SlabDirectory
 from interlace.connectors.slab_store.layout import Entry, SlabHeader, SlabShape
 from interlace.connectors.slab_store.slab import Slab
 from interlace.connectors.slab_store.slab_writer import NewRecord, SlabWriter
 from interlace.connectors.slab_store.space import Space
+from interlace.connectors.slab_store.writing import Write, WriteBehind
+from interlace.engine.ports import Lane
 
 _SUPPORT = Path(__file__).resolve().parent
 _SRC = _SUPPORT.parents[1] / "src"
@@ -29,6 +33,10 @@ SPACE = Space(
 )
 RECORD_BYTES = SPACE.record_bytes
 """Neither whole pages nor whole words."""
+PITCH = 4096
+"""Of a record on the disk."""
+SLAB_BYTES = 8192 + 4096 + 3 * (PITCH + 128)
+"""Three records."""
 
 
 def block_hash(number: int) -> bytes:
@@ -120,3 +128,32 @@ def said(process: subprocess.Popen[str]) -> str:
     out, errors = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 0, errors
     return (out or "").strip()
+
+
+class WritingKit:
+    """A writer over a directory of its own, with a clock that tests turn."""
+
+    def __init__(
+        self, root: Path, lane: Lane, *, limits: Limits | None = None, queue: int = 1 << 20
+    ) -> None:
+        self.now_s = 0.0
+        self.directory = SlabDirectory(root / "kv", limits or Limits())
+        self.directory.prepare()
+        self.writer = WriteBehind(
+            self.directory,
+            SPACE,
+            lane,
+            slab_bytes=SLAB_BYTES,
+            most_queued_bytes=queue,
+            clock=lambda: self.now_s,
+        )
+        self.folder = self.directory.root / SPACE.folder_name
+
+    def write(self, *numbers: int) -> Write:
+        return self.writer.write([record(number) for number in numbers])
+
+    def found(self, *numbers: int) -> list[int]:
+        """Which of these a fresh look at the disk finds, whole and right."""
+        with contextlib.closing(Catalog(self.folder, SPACE)) as catalog:
+            catalog.look()
+            return found(catalog, numbers)

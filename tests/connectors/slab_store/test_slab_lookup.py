@@ -7,7 +7,7 @@ import logging
 from pathlib import Path
 
 import pytest
-from slab_writing_kit import PATIENCE_S, SPACE, WritingKit, block_hash, record
+from slab_kit import PATIENCE_S, SPACE, WritingKit, block_hash, record
 
 from interlace.connectors.slab_store.catalog import Catalog
 from interlace.connectors.slab_store.lookup import AVOIDED_S, StoredBlocks

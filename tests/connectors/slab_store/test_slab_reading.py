@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from slab_writing_kit import PATIENCE_S, RECORD_BYTES, WritingKit, record
+from slab_kit import PATIENCE_S, RECORD_BYTES, WritingKit, record
 
 from interlace.connectors.slab_store import slab as slab_module
 from interlace.connectors.slab_store.files import read_at

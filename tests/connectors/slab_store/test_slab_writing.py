@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from slab_writing_kit import PATIENCE_S, RECORD_BYTES, SLAB_BYTES, WritingKit
+from slab_kit import PATIENCE_S, PITCH, RECORD_BYTES, SLAB_BYTES, WritingKit
 
 from interlace.connectors.slab_store import slab_writer
 from interlace.connectors.slab_store.directory import Limits
@@ -20,9 +20,6 @@ from interlace.connectors.slab_store.files import write_at
 from interlace.connectors.slab_store.writing import StoredPlace
 from interlace.layers.lanes import ThreadLanes
 from interlace.layers.virtual_lanes import VirtualLanes
-
-PITCH = 4096
-"""Of a record on the disk."""
 
 
 def drained(root: Path, **options: Any) -> tuple[WritingKit, VirtualLanes]:
