@@ -5,7 +5,7 @@
 # changes.
 
 .DEFAULT_GOAL := help
-.PHONY: help chat test test-gpu lint format bench clean
+.PHONY: help chat test test-gpu soak lint format bench clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -26,6 +26,7 @@ help:
 	@echo 'make chat                talk with the model; /help lists its commands, /quit leaves'
 	@echo 'make test                run the tests'
 	@echo 'make test-gpu            run only the tests that need an NVIDIA GPU'
+	@echo 'make soak                run tests of the store that look for what is rare, for some minutes'
 	@echo 'make lint                check style and types, change nothing'
 	@echo 'make format              put the code in the style that lint asks for'
 	@echo 'make bench               measure decoding and prefill against transformers'
@@ -46,6 +47,10 @@ test: $(VENV)/.dev-installed
 
 test-gpu: $(VENV)/.dev-installed
 	@$(BIN)/pytest -W error -m gpu
+
+# The same tests as in `make test`, more often: killed writers, shared directories, random engines.
+soak: $(VENV)/.dev-installed
+	@$(BIN)/pytest -W error -n 2 --dist load --ignore=tests/kernels -m soak --soak --timeout 3600
 
 lint: $(VENV)/.dev-installed
 	@$(BIN)/ruff check .

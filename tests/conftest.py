@@ -1,4 +1,5 @@
-"""Fixtures for all tests: nothing may block the event loop; the default model is loaded once."""
+"""For all tests: nothing may block the event loop, the default model is loaded once, and how often
+those run that look for what is rare."""
 
 from __future__ import annotations
 
@@ -15,6 +16,25 @@ if TYPE_CHECKING:
 # The same cases on every machine and every day; `--hypothesis-profile=default` searches anew.
 settings.register_profile("fixed", derandomize=True, database=None)
 settings.load_profile("fixed")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--soak", action="store_true", help="run tests marked soak as often as that asks for"
+    )
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """`@pytest.mark.soak(quick=3, full=100)`: a test is run for so many values of `seed`, or gets
+    the number as `num_runs`; the second one with --soak."""
+    mark = metafunc.definition.get_closest_marker("soak")
+    if mark is None:
+        return
+    count = mark.kwargs["full" if metafunc.config.getoption("soak") else "quick"]
+    if "seed" in metafunc.fixturenames:
+        metafunc.parametrize("seed", range(count))
+    else:
+        metafunc.parametrize("num_runs", [count])
 
 
 @pytest.fixture(autouse=True)

@@ -632,7 +632,8 @@ for number in range(1, 1 << 30):
 """
 
 
-def test_another_process_adds_and_removes_slabs_meanwhile(empty: Path) -> None:
+@pytest.mark.soak(quick=10, full=300)
+def test_another_process_adds_and_removes_slabs_meanwhile(num_runs: int, empty: Path) -> None:
     other = subprocess.Popen(
         [sys.executable, "-c", OTHER_PROCESS, str(empty)],
         env={**os.environ, "PYTHONPATH": SRC},
@@ -643,7 +644,7 @@ def test_another_process_adds_and_removes_slabs_meanwhile(empty: Path) -> None:
         assert other.stdout is not None
         assert other.stdout.readline() == "go\n"
         seen = 0
-        for _ in range(10):
+        for _ in range(num_runs):
             seen += len(said("ls", str(empty))["prefixes"])
             for command in (["stat"], ["verify"], ["gc"], ["rm", "--all", "--yes"]):
                 code, out, err = run(command[0], str(empty), *command[1:])

@@ -749,7 +749,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from slab_kit import SPACE, header, record
 from interlace.connectors.slab_store.directory import Limits, NoRoomError, SlabDirectory
-root, start, capacity, disk, floor = Path(sys.argv[1]), *map(float, sys.argv[2:])
+root, start, capacity, disk, floor, count = Path(sys.argv[1]), *map(float, sys.argv[2:])
 def statvfs(path):
     used = sum(one.stat().st_blocks * 512 for one in root.rglob("*.slab*"))
     return SimpleNamespace(f_frsize=1, f_bavail=int(disk) - used)
@@ -760,7 +760,7 @@ store.prepare()
 while time.time() < start: pass
 made = refused = 0
 before = None
-for number in range(60):
+for number in range(int(count)):
     try:
         writer = store.create_slab(SPACE.folder_name, header(1))
         writer.add([record(number)])
@@ -779,13 +779,15 @@ print(made, refused)
     [(5 * SLAB, 10**9, 0), (10**9, 8 * SLAB, 3 * SLAB)],
     ids=["capacity", "floor"],
 )
+@pytest.mark.soak(quick=60, full=5000)
 def test_b68_limits_hold_for_two_processes_together(
-    root: Path, capacity: int, disk: int, floor: int
+    root: Path, capacity: int, disk: int, floor: int, num_runs: int
 ) -> None:
     """Five slabs: each process writes to at most two, one of them about to be sealed."""
     store = directory(root, clock=lambda: 0.0)
     add(store, 1)
-    both = [start(CREATOR, root, time.time() + 0.6, capacity, disk, floor) for _ in range(2)]
+    limits = (capacity, disk, floor, num_runs)
+    both = [start(CREATOR, root, time.time() + 0.6, *limits) for _ in range(2)]
     held = []
     while any(process.poll() is None for process in both):
         with store._locked():  # nobody makes, or removes, one meanwhile
@@ -793,7 +795,7 @@ def test_b68_limits_hold_for_two_processes_together(
         time.sleep(0.005)
     numbers = [tuple(map(int, said(process).split())) for process in both]
     assert max(held) == 5 * SLAB
-    assert numbers == [(60, 0), (60, 0)]
+    assert numbers == [(num_runs, 0)] * 2
 
 
 def test_two_stores_in_one_directory_find_each_others_records(root: Path) -> None:

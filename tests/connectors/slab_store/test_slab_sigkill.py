@@ -28,7 +28,6 @@ from interlace.connectors.slab_store.catalog import Catalog
 from interlace.connectors.slab_store.directory import Limits, SlabDirectory
 from interlace.connectors.slab_store.slab import Slab
 
-NUM_KILLS = 40
 AT_ONCE = 4
 MOST_SAID = 60
 LONGEST_S = 0.005
@@ -148,7 +147,8 @@ def check_a_new_writer(root: Path, number: int) -> None:
     writer.close()
 
 
-def test_what_was_published_survives_sigkill_at_any_instant(tmp_path: Path) -> None:
+@pytest.mark.soak(quick=40, full=200)
+def test_what_was_published_survives_sigkill_at_any_instant(num_runs: int, tmp_path: Path) -> None:
     root = tmp_path / "kv"
 
     def kill_and_check(number: int) -> int:
@@ -161,9 +161,9 @@ def test_what_was_published_survives_sigkill_at_any_instant(tmp_path: Path) -> N
         contextlib.closing(Writers(root)) as writers,
         ThreadPoolExecutor(AT_ONCE) as pool,
     ):
-        published = list(pool.map(kill_and_check, range(NUM_KILLS)))
-    assert sum(published) > NUM_KILLS, "they were killed at work"
-    assert check_everything(root) >= sum(published) + NUM_KILLS
+        published = list(pool.map(kill_and_check, range(num_runs)))
+    assert sum(published) > num_runs, "they were killed at work"
+    assert check_everything(root) >= sum(published) + num_runs
     later_ns = time.time_ns() + 120 * 10**9
     store = SlabDirectory(root, Limits(), now_ns=lambda: later_ns)
     store.collect()
