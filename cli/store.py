@@ -46,6 +46,7 @@ from interlace.cli.store_text import (
     safe,
     size_text,
     statistics_lines,
+    verification_fields,
     verification_lines,
 )
 from interlace.engine.errors import ConfigError, InterlaceError
@@ -102,9 +103,11 @@ def stat(context: typer.Context, directory: Directory, as_json: AsJson = False) 
 
 @app.command("verify")
 def verify(directory: Directory, drop: Drop = False, as_json: AsJson = False) -> None:
-    """Read all records and check them against their checksums. Exit code 1 if any is bad.
+    """Read all records and check them against their checksums. Exit code 1 if any is bad, or
+    cannot be read.
 
     Slabs are never changed, so --drop removes whole ones, but for those that a process writes to.
+    What is wrong is read twice, and what cannot be read is not dropped.
     """
     from interlace.connectors.slab_store.inspection import removal, survey, verification
 
@@ -117,8 +120,7 @@ def verify(directory: Directory, drop: Drop = False, as_json: AsJson = False) ->
     num_good = sum(one.num_good for one in damaged if one.file.name in gone)
     if as_json:
         removed = {**removal_fields(done), "num_good_records": num_good}
-        bad = {"num_bad_records": found.num_bad_records, "num_bad_files": found.num_bad_files}
-        print_json(**report_fields(found), **bad, dropped=removed)
+        print_json(**verification_fields(found), dropped=removed)
     else:
         print_lines(verification_lines(found))
         if drop:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 HASH_DIGITS = 12
 _UNITS = (("TB", 10**12), ("GB", 10**9), ("MB", 10**6), ("kB", 10**3))
-_BAD, _REMOVED = "bad", "removed"
+_BAD, _UNREAD, _REMOVED = "bad", "unread", "removed"
 
 
 def safe(text: str) -> str:
@@ -40,7 +40,7 @@ def print_lines(lines: Iterable[str]) -> None:
     in_colour = is_terminal(sys.stdout)
     for line in lines:
         shown = safe(line)
-        if in_colour and line.startswith((f"{_BAD} ", "failed ")):
+        if in_colour and line.startswith((f"{_BAD} ", f"{_UNREAD} ", "failed ")):
             word, _, rest = shown.partition(" ")
             shown = f"{typer.style(word, fg=typer.colors.RED)} {rest}"
         typer.echo(shown)
@@ -51,9 +51,20 @@ def print_json(**fields: Any) -> None:
     typer.echo(json.dumps(fields, indent=2, default=dataclasses.asdict))
 
 
-def report_fields(report: Collected | Verification) -> dict[str, Any]:
+def report_fields(report: Collected) -> dict[str, Any]:
     """Of a report, for `print_json`."""
     return dataclasses.asdict(report)
+
+
+def verification_fields(found: Verification) -> dict[str, Any]:
+    """Of a verification, with its counts."""
+    return {
+        **dataclasses.asdict(found),
+        "num_bad_records": found.num_bad_records,
+        "num_bad_files": found.num_bad_files,
+        "num_unread_records": found.num_unread_records,
+        "num_unread_files": found.num_unread_files,
+    }
 
 
 def removal_fields(removal: Removal) -> dict[str, Any]:
@@ -162,13 +173,21 @@ def verification_lines(found: Verification) -> Iterator[str]:
     for one in found.flawed:
         for flaw in one.flaws:
             place = "" if flaw.record is None else f" record {flaw.record}"
-            yield f"{_BAD} {one.file.name}{place}: {flaw.reason}"
-    bad = [count(found.num_bad_records, "record")] if found.num_bad_records else []
-    bad += [count(found.num_bad_files, "whole file")] if found.num_bad_files else []
+            word = _UNREAD if flaw.is_unread else _BAD
+            yield f"{word} {one.file.name}{place}: {flaw.reason}"
+    bad = _counts(found.num_bad_records, found.num_bad_files)
+    unread = _counts(found.num_unread_records, found.num_unread_files)
     yield (
         f"{count(found.num_slabs, 'slab')}, {count(found.num_records, 'record')},"
-        f" {size_text(found.num_bytes)} read: {' and '.join(bad) or 'none'} bad"
+        f" {size_text(found.num_bytes)} read: {bad or 'none'} bad"
+        f"{f'; {unread} could not be read' if unread else ''}"
     )
+
+
+def _counts(num_records: int, num_files: int) -> str:
+    counts = [count(num_records, "record")] if num_records else []
+    counts += [count(num_files, "whole file")] if num_files else []
+    return " and ".join(counts)
 
 
 def removal_lines(removal: Removal, with_them: str) -> Iterator[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import os
 import subprocess
@@ -19,6 +20,8 @@ from interlace.cli import store as store_module
 from interlace.cli.app import app
 from interlace.cli.store_arguments import parse_size
 from interlace.connectors.kv_folders.identity import KVIdentity
+from interlace.connectors.slab_store import files
+from interlace.connectors.slab_store import slab as slab_module
 from interlace.connectors.slab_store.directory import MARKER, Limits, SlabDirectory
 from interlace.connectors.slab_store.layout import SlabHeader, SlabShape
 from interlace.connectors.slab_store.slab_writer import NewRecord, SlabWriter
@@ -253,6 +256,7 @@ def test_statistics_as_json(store: Path) -> None:
                 "name": f"{BIG_FOLDER}/bad.slab",
                 "reason": "it has no header of a slab",
                 "is_damaged": True,
+                "is_unread": False,
             }
         ],
     }
@@ -314,6 +318,29 @@ def test_what_was_dropped_is_found_no_more(store: Path) -> None:
     assert run("verify", str(store))[:2] == (0, "3 slabs, 5 records, 7.0 kB read: none bad\n")
 
 
+def test_what_cannot_be_read_is_not_dropped(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = files.read_at
+    flip(store / BIG_FOLDER / "c.slab", SHAPE.record_at(0))
+
+    def read_at(fd: int, buffer: memoryview, offset: int) -> int:
+        if offset == SHAPE.record_at(2):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return real(fd, buffer, offset)
+
+    monkeypatch.setattr(slab_module, "read_at", read_at)
+    code, out, _ = run("verify", str(store), "--drop")
+    assert code == 1
+    told = [
+        f"unread {TOY_FOLDER}/{name}.slab record 2: it cannot be read: Input/output error"
+        for name in "ab"
+    ]
+    assert set(told) < set(out.splitlines())
+    assert "4 slabs, 6 records, 8.4 kB read: 1 record bad; 2 records could not be read\n" in out
+    assert names(store) == ["a.slab", "b.slab", "d.slab", "e.slab.new"]
+    found = said("verify", str(store), code=1)
+    assert (found["num_bad_records"], found["num_unread_records"]) == (0, 2)
+
+
 def test_a_slab_of_another_version_is_not_dropped(store: Path) -> None:
     path = store / TOY_FOLDER / "b.slab"
     with path.open("r+b") as file:
@@ -339,6 +366,8 @@ def test_verification_as_json(damaged: Path) -> None:
         "num_bytes": 9800,
         "num_bad_records": 2,
         "num_bad_files": 1,
+        "num_unread_records": 0,
+        "num_unread_files": 0,
     }
     assert (len(dropped["removed"]), len(dropped["written"])) == (2, 1)
     assert (dropped["num_bytes"], dropped["num_good_records"]) == (held(3) + held(1), 2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import fcntl
 import json
 import os
@@ -11,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,6 +20,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from interlace.connectors.kv_folders.identity import KVIdentity
+from interlace.connectors.slab_store import files
+from interlace.connectors.slab_store import slab as slab_module
 from interlace.connectors.slab_store.directory import (
     MARKER,
     Limits,
@@ -25,6 +29,7 @@ from interlace.connectors.slab_store.directory import (
     SlabDirectory,
     SlabFile,
 )
+from interlace.connectors.slab_store.inspection import survey as survey_module
 from interlace.connectors.slab_store.inspection.chains import Chains, list_prefixes
 from interlace.connectors.slab_store.inspection.limits import collect, plan_collection
 from interlace.connectors.slab_store.inspection.removal import (
@@ -443,6 +448,125 @@ def test_a_damaged_entry_is_a_flaw_of_a_sealed_slab(kit: Kit) -> None:
         (1, "its entry is damaged, and nobody finds it")
     ]
     assert (found.num_records, found.num_bad_records, one.num_good) == (3, 1, 2)
+
+
+Reader = Callable[[int, memoryview, int], int]
+
+
+def reading(patch: pytest.MonkeyPatch, reader: Callable[[Reader], Reader]) -> None:
+    """All reads of slabs go through this."""
+    for module in (slab_module, survey_module):
+        patch.setattr(module, "read_at", reader(files.read_at))
+
+
+def failing(offset: int, times: int, code: int = errno.EIO) -> Callable[[Reader], Reader]:
+    """The first reads of what lies there fail."""
+    left = [times]
+
+    def with_real(real: Reader) -> Reader:
+        def read_at(fd: int, buffer: memoryview, at: int) -> int:
+            if at <= offset < at + len(buffer) and left[0]:
+                left[0] -= 1
+                raise OSError(code, os.strerror(code))
+            return real(fd, buffer, at)
+
+        return read_at
+
+    return with_real
+
+
+def flipping(offset: int, times: int) -> Callable[[Reader], Reader]:
+    """The first reads of what lies there bring something else."""
+    left = [times]
+
+    def with_real(real: Reader) -> Reader:
+        def read_at(fd: int, buffer: memoryview, at: int) -> int:
+            length = real(fd, buffer, at)
+            if at <= offset < at + len(buffer) and left[0]:
+                left[0] -= 1
+                buffer[offset - at] ^= 1
+            return length
+
+        return read_at
+
+    return with_real
+
+
+PLACES = {
+    "header": 40,
+    "entry": SHAPE.entry_at(1) + 20,
+    "record": SHAPE.record_at(1) + 20,
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("fault", [failing, flipping])
+def test_what_goes_wrong_once_is_no_flaw(
+    kit: Kit, monkeypatch: pytest.MonkeyPatch, fault: Callable[..., Any], place: str
+) -> None:
+    kit.seal("a", {1: 0, 2: 1, 3: 2})
+    reading(monkeypatch, fault(PLACES[place], 1))
+    found = verify(kit.directory, Silent())
+    assert found.flawed == ()
+    assert (found.num_slabs, found.num_records) == (1, 3)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_what_is_wrong_however_often_it_is_read_is_damage(
+    kit: Kit, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    kit.seal("a", {1: 0, 2: 1, 3: 2})
+    reading(monkeypatch, flipping(PLACES[place], 10))
+    (one,) = verify(kit.directory, Silent()).flawed
+    assert [flaw.is_unread for flaw in one.flaws] == [False]
+    assert one.is_damaged
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("code", [errno.EIO, errno.EACCES, errno.EMFILE, errno.ETIMEDOUT])
+def test_what_cannot_be_read_is_told_and_is_no_damage(
+    kit: Kit, monkeypatch: pytest.MonkeyPatch, place: str, code: int
+) -> None:
+    kit.seal("a", {1: 0, 2: 1, 3: 2})
+    reading(monkeypatch, failing(PLACES[place], 10, code))
+    found = verify(kit.directory, Silent())
+    (one,) = found.flawed
+    of_record = place == "record"
+    assert [(flaw.record, flaw.is_unread) for flaw in one.flaws] == [
+        (1 if of_record else None, True)
+    ]
+    assert f"it cannot be read: {os.strerror(code)}" in one.flaws[0].reason
+    assert not one.is_damaged
+    assert (found.num_bad_records, found.num_bad_files) == (0, 0)
+    assert (found.num_unread_records, found.num_unread_files) == (of_record, not of_record)
+    assert one.num_good == found.num_records == (2 if of_record else 0)
+
+
+def test_damage_beside_what_cannot_be_read_is_damage(
+    kit: Kit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flip(kit.seal("a", {1: 0, 2: 1, 3: 2}), SHAPE.record_at(0))
+    reading(monkeypatch, failing(SHAPE.record_at(1), 10))
+    (one,) = verify(kit.directory, Silent()).flawed
+    assert [(flaw.record, flaw.is_unread) for flaw in one.flaws] == [(0, False), (1, True)]
+    assert (one.is_damaged, one.num_good) == (True, 1)
+
+
+def test_a_slab_that_may_not_be_opened_is_no_damage(
+    kit: Kit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = kit.seal("a", {1: 0})
+    real = os.open
+
+    def refuse(where: Any, *rest: Any) -> int:
+        if where == path:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return real(where, *rest)
+
+    monkeypatch.setattr(os, "open", refuse)
+    (one,) = verify(kit.directory, Silent()).flawed
+    assert [(flaw.record, flaw.is_unread) for flaw in one.flaws] == [(None, True)]
+    assert not one.is_damaged
 
 
 def test_an_entry_under_way_is_no_flaw(kit: Kit) -> None:

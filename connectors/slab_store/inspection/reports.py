@@ -36,6 +36,8 @@ class LeftOut:
     is_damaged: bool
     """Whether it is not what was written. Else it is in order, as far as can be told, but of
     another version, in a wrong folder, or not readable."""
+    is_unread: bool
+    """Whether it could not be read: what is there is not known."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,11 +119,13 @@ class Store:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Flaw:
-    """Something that is not as it was written."""
+    """Something that is not as it was written, or could not be read."""
 
     record: int | None
     """None for the whole file."""
     reason: str
+    is_unread: bool
+    """Whether it could not be read: what is there is not known, and another time may tell."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,7 +137,8 @@ class FlawedSlab:
     num_good: int
     """Records that are as they were written."""
     is_damaged: bool
-    """Whether it is one to drop. See `LeftOut`."""
+    """Whether it is one to drop: something in it is wrong, however often it is read. See
+    `LeftOut`."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,12 +155,26 @@ class Verification:
     @property
     def num_bad_records(self) -> int:
         """In all slabs."""
-        return sum(flaw.record is not None for one in self.flawed for flaw in one.flaws)
+        return self._count(of_files=False, unread=False)
 
     @property
     def num_bad_files(self) -> int:
         """Files that are bad as wholes."""
-        return sum(flaw.record is None for one in self.flawed for flaw in one.flaws)
+        return self._count(of_files=True, unread=False)
+
+    @property
+    def num_unread_records(self) -> int:
+        """That could not be read."""
+        return self._count(of_files=False, unread=True)
+
+    @property
+    def num_unread_files(self) -> int:
+        """That could not be read, not even what they hold."""
+        return self._count(of_files=True, unread=True)
+
+    def _count(self, *, of_files: bool, unread: bool) -> int:
+        flaws = [flaw for one in self.flawed for flaw in one.flaws]
+        return sum((one.record is None, one.is_unread) == (of_files, unread) for one in flaws)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

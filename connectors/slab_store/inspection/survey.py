@@ -145,7 +145,7 @@ def with_slab(file: SlabFile, work: Callable[[Slab], T]) -> T | LeftOut | None:
     except DamagedSlabError as error:
         return _left_out(file, str(error), is_damaged=not _is_of_another_version(file.path))
     except OSError as error:
-        return _left_out(file, unreadable(error))
+        return _left_out(file, unreadable(error), is_unread=True)
 
 
 def unreadable(error: OSError) -> str:
@@ -153,8 +153,11 @@ def unreadable(error: OSError) -> str:
     return f"it cannot be read: {error.strerror or error}"
 
 
-def _left_out(file: SlabFile, reason: str, *, is_damaged: bool = False) -> LeftOut:
-    return LeftOut(name=FileReport.of(file).name, reason=reason, is_damaged=is_damaged)
+def _left_out(
+    file: SlabFile, reason: str, *, is_damaged: bool = False, is_unread: bool = False
+) -> LeftOut:
+    name = FileReport.of(file).name
+    return LeftOut(name=name, reason=reason, is_damaged=is_damaged, is_unread=is_unread)
 
 
 def _is_of_another_version(path: Path) -> bool:

@@ -189,7 +189,7 @@ def test_a_slab_whose_end_is_not_taken_well_stops_nobody(
         raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
 
     with monkeypatch.context() as patch:
-        patch.setattr(slab_writer.os, "close", close)
+        patch.setattr(os, "close", close)
         kit.writer._seal()
     kit.write(3)
     lanes.drain()
