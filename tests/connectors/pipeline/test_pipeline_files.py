@@ -61,7 +61,7 @@ async def test_a_flipped_bit_is_computed_and_serves_nobody(
     await stored(folder)
     (path,) = folder.glob("*/*.slab")
     with slabs.Slab.open(path) as slab:
-        entry = draw.choice(slab.look())
+        entry = draw.choice(slab.look()[:10])  # of the prompt: the last block has an answer in it
         offset = slab.header.shape.record_at(entry.record) + draw.randrange(RECORD_BYTES)
     data = bytearray(path.read_bytes())
     data[offset] ^= 1 << draw.randrange(8)
