@@ -320,6 +320,9 @@ class SlabDirectory:
                 self._sleep(_PAUSE_S)
             yield
         finally:
+            # A child that was forked meanwhile has the file open too, for as long as it lives.
+            with contextlib.suppress(OSError):
+                fcntl.flock(fd, fcntl.LOCK_UN)
             os.close(fd)
 
     def _make_room(self, num_bytes: int) -> list[SlabFile]:

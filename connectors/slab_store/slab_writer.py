@@ -3,7 +3,7 @@
 Its index has room on the disk from creation, a record takes it when it is written: what no record
 came to stays a hole. A record is written first, then its entry: so who is killed in between leaves
 a record that nobody knows. The lock says that there is a writer, and goes with the process, however
-that ends.
+that ends. A process that is forked shares it, and so gives its share back.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import fcntl
 import os
 import secrets
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple, Self
@@ -26,6 +27,8 @@ from interlace.connectors.slab_store.layout import NO_PARENT, Entry, SlabHeader,
 from interlace.connectors.slab_store.slab import SUFFIX
 
 NEW_SUFFIX = ".new"
+_open_writers: weakref.WeakSet[SlabWriter] = weakref.WeakSet()
+"""Of this process: what is done at a fork can only be said for all of it."""
 
 
 class NewRecord(NamedTuple):
@@ -49,6 +52,7 @@ class SlabWriter:
         self._fd = fd
         self._now_ns = now_ns
         self._num_written = self._num_published = 0
+        _open_writers.add(self)
 
     @classmethod
     def create(
@@ -112,12 +116,30 @@ class SlabWriter:
         if fd >= 0:
             # What a file system says only now is damage, and checksums find it.
             with contextlib.suppress(OSError):
-                os.close(fd)  # and with it goes the lock
+                # A child that was forked a moment ago may have the file open too.
+                fcntl.flock(fd, fcntl.LOCK_UN)
+            with contextlib.suppress(OSError):
+                os.close(fd)
 
     def discard(self) -> None:
         """Seal it, and remove it if nothing was published: who finds no room again and again is
         not to leave a file each time. Never raises."""
-        if not self._num_published:
+        if self._fd >= 0 and not self._num_published:
             with contextlib.suppress(OSError):
                 self.path.unlink()
         self.close()
+
+    def _leave_to_parent(self) -> None:
+        """In a forked child: the slab is not its own. A lock is let go of by its last holder, so
+        this takes nothing from the parent."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+
+def _leave_all_to_parent() -> None:
+    for writer in list(_open_writers):
+        writer._leave_to_parent()
+
+
+os.register_at_fork(after_in_child=_leave_all_to_parent)

@@ -9,6 +9,7 @@ import json
 import os
 import stat
 import time
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -741,6 +742,23 @@ def test_b62_a_process_that_hangs_with_the_lock_is_not_waited_for_long(root: Pat
     process.kill()
     process.communicate(timeout=PATIENCE_S)
     add(store, 2)
+
+
+def test_a_child_forked_meanwhile_does_not_hold_the_lock(root: Path) -> None:
+    now = [0.0]
+    store = directory(root, clock=lambda: now[0], sleep=lambda s: now.__setitem__(0, now[0] + s))
+    end_read, end_write = os.pipe()
+    with store._locked(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # other threads of pytest's
+        pid = os.fork()
+        if not pid:
+            os.close(end_write)
+            os.read(end_read, 1)
+            os._exit(0)
+    add(store, 1)
+    for fd in (end_read, end_write):
+        os.close(fd)
+    os.waitpid(pid, 0)
 
 
 CREATOR = """

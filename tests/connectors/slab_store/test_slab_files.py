@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
 import stat
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -32,6 +34,7 @@ from slab_kit import (
 
 from interlace.connectors.slab_store import files
 from interlace.connectors.slab_store import slab as slab_module
+from interlace.connectors.slab_store.directory import has_writer
 from interlace.connectors.slab_store.layout import (
     ENTRY_BYTES,
     HEADER_BYTES,
@@ -247,6 +250,89 @@ def test_a_writer_in_another_process_is_seen_until_it_dies(folder: Path) -> None
         assert (slab.look(), slab.is_sealed) == ([], True)
         assert len(other.look()) == 1
         assert other.is_sealed
+
+
+def forked(work: Callable[[], object]) -> tuple[int, int]:
+    """A child of this process, which does that, says so, and then waits until what is returned
+    second, a pipe, is closed."""
+    said_read, said_write = os.pipe()
+    end_read, end_write = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # other threads of pytest's
+        pid = os.fork()
+    if not pid:
+        os.close(end_write)
+        try:
+            work()
+        finally:
+            os.write(said_write, b"x")
+            os.read(end_read, 1)
+            os._exit(0)
+    assert os.read(said_read, 1) == b"x"
+    for fd in (said_read, said_write, end_read):
+        os.close(fd)
+    return pid, end_write
+
+
+@contextlib.contextmanager
+def a_child(work: Callable[[], object] = lambda: None) -> Iterator[None]:
+    pid, pipe = forked(work)
+    try:
+        yield
+    finally:
+        os.close(pipe)
+        os.waitpid(pid, 0)
+
+
+def test_a_forked_child_does_not_go_on_writing_for_its_parent(folder: Path) -> None:
+    writer = SlabWriter.create(folder, header(4))
+    with a_child():
+        writer.close()
+        assert not has_writer(writer.path)
+
+
+PARENT = """
+import os, sys
+from pathlib import Path
+from slab_kit import header, record
+from interlace.connectors.slab_store.slab_writer import SlabWriter
+writer = SlabWriter.create(Path(sys.argv[1]), header(4))
+writer.add([record(1)])
+if not os.fork():
+    print(writer.path, os.getppid(), flush=True)
+    sys.stdin.read()
+    os._exit(0)
+os.wait()
+"""
+
+
+def test_a_child_whose_parent_was_killed_holds_no_lock(folder: Path) -> None:
+    process = start(PARENT, folder)
+    assert process.stdout is not None
+    path, pid = process.stdout.readline().split()
+    assert int(pid) == process.pid
+    assert has_writer(Path(path))
+    process.kill()
+    process.wait(PATIENCE_S)  # the child lives on, until its input ends
+    assert not has_writer(Path(path))
+    process.communicate(timeout=PATIENCE_S)
+
+
+def test_what_a_forked_child_does_with_a_writer_is_nothing_to_its_parent(folder: Path) -> None:
+    writer = SlabWriter.create(folder, header(4))
+
+    def use() -> None:
+        with contextlib.suppress(OSError):
+            writer.add([record(1)])
+        writer.discard()
+        writer.close()
+
+    with a_child(use):
+        assert has_writer(writer.path)
+        writer.add([record(2)])
+    writer.close()
+    with Slab.open(writer.path) as slab:
+        assert [one.block_hash for one in slab.look()] == [block_hash(2)]
 
 
 def test_readers_do_not_take_each_other_for_the_writer(folder: Path) -> None:
