@@ -75,16 +75,11 @@ def list_(
     from interlace.connectors.slab_store.inspection.chains import list_prefixes
 
     now_ns = _clock(context)()
-    listing = list_prefixes(_survey(directory, now_ns))
-    shown = listing.prefixes[:limit]
+    listing = list_prefixes(_survey(directory, now_ns), limit)
     if as_json:
-        print_json(
-            prefixes=shown,
-            num_prefixes=len(listing.prefixes),
-            num_lost_blocks=listing.num_lost_blocks,
-        )
+        print_json(**report_fields(listing))
     else:
-        print_lines(listing_lines(listing, shown, now_ns))
+        print_lines(listing_lines(listing, now_ns))
 
 
 @app.command("stat")

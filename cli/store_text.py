@@ -51,7 +51,7 @@ def print_json(**fields: Any) -> None:
     typer.echo(json.dumps(fields, indent=2, default=dataclasses.asdict))
 
 
-def report_fields(report: Collected) -> dict[str, Any]:
+def report_fields(report: Collected | Listing) -> dict[str, Any]:
     """Of a report, for `print_json`."""
     return dataclasses.asdict(report)
 
@@ -102,8 +102,9 @@ def _columns(rows: Sequence[Sequence[str]]) -> Iterator[str]:
         yield "  ".join([*cells, row[-1]])
 
 
-def listing_lines(listing: Listing, shown: Sequence[Prefix], now_ns: int) -> Iterator[str]:
-    """`ls`: a table of the prefixes in `shown`, and what it does not show."""
+def listing_lines(listing: Listing, now_ns: int) -> Iterator[str]:
+    """`ls`: a table of the prefixes that are listed, and what it does not show."""
+    shown = listing.prefixes
     heads = ("HASH", "TOKENS", "CHAINS", "BLOCKS", "BYTES", "AGE", "USED", "BLOCK", "DTYPE")
     with_rank = any(one.world_size > 1 for one in shown)
     rank_head = ("RANK",) if with_rank else ()
@@ -113,10 +114,10 @@ def listing_lines(listing: Listing, shown: Sequence[Prefix], now_ns: int) -> Ite
         rows.append((*_prefix_cells(one, now_ns), *rank, ", ".join(one.model_names)))
     if shown:
         yield from _columns(rows)
-    num_more = len(listing.prefixes) - len(shown)
+    num_more = listing.num_prefixes - len(shown)
     if num_more:
         yield f"{num_more} more that were used less recently: --limit shows them"
-    if not listing.prefixes:
+    if not listing.num_prefixes:
         yield "no prefixes are stored"
     if listing.num_lost_blocks:
         yield (

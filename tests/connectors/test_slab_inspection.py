@@ -8,8 +8,10 @@ import errno
 import fcntl
 import json
 import os
+import random
 import subprocess
 import sys
+import tracemalloc
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -42,6 +44,8 @@ from interlace.connectors.slab_store.inspection.removal import (
 from interlace.connectors.slab_store.inspection.reports import FileReport, Selection
 from interlace.connectors.slab_store.inspection.statistics import statistics
 from interlace.connectors.slab_store.inspection.survey import (
+    BLOCK,
+    Look,
     SlabContents,
     Survey,
     open_store,
@@ -277,9 +281,7 @@ def test_a_model_may_go_by_several_names(kit: Kit) -> None:
 
 def contents(entries: Sequence[Entry]) -> SlabContents:
     file = SlabFile(Path("/kv/space/a.slab"), SHAPE.file_bytes, NOW_NS, is_new=False)
-    return SlabContents(
-        file=file, space=SPACE, shape=SHAPE, entries=tuple(entries), is_written=False
-    )
+    return SlabContents.of(file, Look(SPACE, SHAPE, list(entries), is_written=False))
 
 
 @given(st.dictionaries(st.integers(1, 12), st.integers(0, 12), max_size=12))
@@ -291,20 +293,64 @@ def test_no_parents_whatever_they_are_lead_astray(parents: dict[int, int]) -> No
             for place, (one, parent) in enumerate(parents.items())
         ]
     )
-    chains = Chains([slab])
-    walked = [one for first in chains.first for one, _, _ in chains.walk(first)]
-    assert len(walked) == len(set(walked))
-    assert set(walked) == {block_hash(one) for one in parents if leads_to_none(one, parents)}
+    empty = contents([])
+    chains = Chains([empty, slab, empty])
+    lines = {one: line for one in parents if (line := line_of(one, parents))}
+    assert {block_hash(line[-1]) for line in lines.values()} == set(
+        map(chains.hash_of, chains.first)
+    )
+    assert chains.num_lost == len(parents) - len(lines)
+    found = list_prefixes(survey_of([empty, slab, empty]))
+    for prefix in found.prefixes:
+        mine = [line for line in lines.values() if block_hash(line[-1]).hex() == prefix.first_hash]
+        last = {line[0] for line in mine} - {one for line in mine for one in line[1:]}
+        assert prefix.num_blocks == len(mine)
+        assert prefix.num_tokens == 4 * max(map(len, mine))
+        assert prefix.num_leaves == len(last)
+    assert sum(prefix.num_blocks for prefix in found.prefixes) == len(lines)
+    for most in range(4):
+        assert list_prefixes(survey_of([slab]), most).prefixes == found.prefixes[:most]
+    asked = [one for one in chains.first.tolist() if chains.hash_of(one)[0] % 2]
+    held = sum(line[-1] % 2 for line in lines.values())
+    assert chains.num_held(asked) == [0, held, 0]
 
 
-def leads_to_none(number: int, parents: dict[int, int]) -> bool:
-    for _ in range(len(parents) + 1):
-        if number == 0:
-            return True
-        if number not in parents:
-            return False
+def survey_of(slabs: Sequence[SlabContents]) -> Survey:
+    return Survey(folders=(), slabs=tuple(slabs), left_out=(), being_made=(), leftovers=())
+
+
+def line_of(number: int, parents: dict[int, int]) -> list[int]:
+    """A block, its parent, and so on; nothing if that leads nowhere."""
+    line: list[int] = []
+    while number in parents and number not in line:
+        line.append(number)
         number = parents[number]
-    return False
+    return line if number == 0 else []
+
+
+def test_hashes_may_end_in_zeros() -> None:
+    hashes = [bytes([1]) * length + bytes(32 - length) for length in (1, 2, 31, 32)]
+    parents = [NO_PARENT, *hashes[:-1]]
+    entries = [
+        Entry(n, *pair, 0, NOW_NS) for n, pair in enumerate(zip(hashes, parents, strict=True))
+    ]
+    (prefix,) = list_prefixes(survey_of([contents(entries)])).prefixes
+    assert (prefix.first_hash, prefix.num_blocks) == (hashes[0].hex(), 4)
+
+
+def test_a_long_chain_is_followed_to_its_end() -> None:
+    """Long prompts, many of them: no recursion, and no list of objects."""
+    count = 100_000
+    hashes = [number.to_bytes(32, "big") for number in range(count + 1)]
+    rows = [(hashes[n], hashes[n - 1], NOW_NS) for n in range(1, count + 1)]
+    random.Random(0).shuffle(rows)
+    slab = dataclasses.replace(contents([]), blocks=np.array(rows, BLOCK))
+    tracemalloc.start()
+    listing = list_prefixes(survey_of([slab]))
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert [prefix.num_tokens for prefix in listing.prefixes] == [4 * count]
+    assert peak < 250 * count
 
 
 # -------------------------------------------------------------------- counts

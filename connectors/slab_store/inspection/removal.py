@@ -69,10 +69,9 @@ def select_prefix(found: Survey, digits: str) -> Selection:
     num_asked = 0
     for slabs in by_folder(found.slabs).values():
         chains = Chains(slabs)
-        roots = [one for one in chains.first if one.hex().startswith(digits.lower())]
-        hashes = {block_hash for root in roots for block_hash, _, _ in chains.walk(root)}
-        for slab in slabs:
-            num_held = sum(entry.block_hash in hashes for entry in slab.entries)
+        hashes = ((one, chains.hash_of(one).hex()) for one in chains.first.tolist())
+        first = [one for one, text in hashes if text.startswith(digits.lower())]
+        for slab, num_held in zip(slabs, chains.num_held(first), strict=True):
             num_asked += num_held
             if num_held:
                 paths.add(slab.file.path)
@@ -83,6 +82,6 @@ def _selection(
     found: Survey, is_meant: Callable[[SlabFile], bool], num_asked: int | None = None
 ) -> Selection:
     files = tuple(file for file in found.files if is_meant(file))
-    num_records = sum(len(slab.entries) for slab in found.slabs if is_meant(slab.file))
+    num_records = sum(len(slab.blocks) for slab in found.slabs if is_meant(slab.file))
     num_other = 0 if num_asked is None else num_records - num_asked
     return Selection(files=files, num_records=num_records, num_other_records=num_other)

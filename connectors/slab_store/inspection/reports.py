@@ -74,6 +74,8 @@ class Listing:
 
     prefixes: tuple[Prefix, ...]
     """The most recently used first."""
+    num_prefixes: int
+    """Those included that are not listed."""
     num_lost_blocks: int
     """Blocks behind ones that are not stored any more: found once those are computed again."""
 

@@ -29,7 +29,7 @@ def _within(found: Survey, folder: str) -> Survey:
 
 
 def _statistics(folder: str, found: Survey) -> Statistics:
-    saved = [entry.saved_ns for slab in found.slabs for entry in slab.entries]
+    saved = [slab.blocks["saved_ns"] for slab in found.slabs if len(slab.blocks)]
     written = [slab for slab in found.slabs if slab.is_written]
     files = (*found.files, *found.being_made)
     return Statistics(
@@ -37,13 +37,13 @@ def _statistics(folder: str, found: Survey) -> Statistics:
         model_names=model_names(found.slabs),
         model=found.slabs[0].space.identity.model if folder and found.slabs else "",
         num_slabs=len(found.slabs),
-        num_records=len(saved),
+        num_records=sum(len(slab.blocks) for slab in found.slabs),
         file_bytes=sum(file.disk_bytes for file in files),
         reserved_bytes=sum(file.reserved_bytes for file in files),
-        record_bytes=sum(len(slab.entries) * slab.shape.record_bytes for slab in found.slabs),
-        num_free_records=sum(slab.shape.num_records - len(slab.entries) for slab in written),
-        oldest_ns=min(saved, default=None),
-        newest_ns=max(saved, default=None),
+        record_bytes=sum(len(slab.blocks) * slab.shape.record_bytes for slab in found.slabs),
+        num_free_records=sum(slab.shape.num_records - len(slab.blocks) for slab in written),
+        oldest_ns=min((int(times.min()) for times in saved), default=None),
+        newest_ns=max((int(times.max()) for times in saved), default=None),
         num_written=len(written),
         num_being_made=len(found.being_made),
         num_leftovers=len(found.leftovers),

@@ -10,13 +10,17 @@ import os
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, Self, TypeVar
+
+import numpy as np
+import numpy.typing as npt
 
 from interlace.connectors.kv_folders.identity import KVIdentity
 from interlace.connectors.slab_store.directory import MARKER, Limits, SlabDirectory, SlabFile
 from interlace.connectors.slab_store.files import read_at
 from interlace.connectors.slab_store.inspection.reports import FileReport, LeftOut
 from interlace.connectors.slab_store.layout import (
+    HASH_BYTES,
     MAGIC,
     VERSION,
     DamagedSlabError,
@@ -34,16 +38,49 @@ _WORDS = ("model", "dtype", "layout", "model_name")
 _NUMBERS = ("block_size", "group", "rank", "world_size", "num_layers", "page_bytes")
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+BLOCK = np.dtype(
+    [
+        ("block_hash", f"V{HASH_BYTES}"),
+        ("parent_hash", f"V{HASH_BYTES}"),
+        ("saved_ns", "<u8"),
+    ]
+)
+"""What is kept of an entry: a store may have millions."""
+
+
+class Look(NamedTuple):
+    """What a slab says of itself."""
+
+    space: Space
+    shape: SlabShape
+    entries: list[Entry]
+    is_written: bool
+    """Whether a living process writes to it."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SlabContents:
     """A slab that was looked into."""
 
     file: SlabFile
     space: Space
     shape: SlabShape
-    entries: tuple[Entry, ...]
+    blocks: npt.NDArray[np.void]
+    """Of `BLOCK`: one of each published record."""
     is_written: bool
     """Whether a living process writes to it."""
+
+    @classmethod
+    def of(cls, file: SlabFile, look: Look) -> Self:
+        """What is kept of a look."""
+        rows = [(one.block_hash, one.parent_hash, one.saved_ns) for one in look.entries]
+        return cls(
+            file=file,
+            space=look.space,
+            shape=look.shape,
+            blocks=np.array(rows, BLOCK),
+            is_written=look.is_written,
+        )
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,7 +169,8 @@ def read_part(path: Path, num_bytes: int, offset: int) -> bytes:
 
 def _contents(file: SlabFile) -> SlabContents | LeftOut | None:
     """What is in a slab; None if it was removed meanwhile."""
-    return with_slab(file, lambda slab: checked(file, slab))
+    look = with_slab(file, lambda slab: checked(file, slab))
+    return SlabContents.of(file, look) if isinstance(look, Look) else look
 
 
 def with_slab(file: SlabFile, work: Callable[[Slab], T]) -> T | LeftOut | None:
@@ -170,7 +208,7 @@ def _is_of_another_version(path: Path) -> bool:
     return data.startswith(MAGIC) and version != VERSION
 
 
-def checked(file: SlabFile, slab: Slab) -> SlabContents | LeftOut:
+def checked(file: SlabFile, slab: Slab) -> Look | LeftOut:
     """Leave out what engines leave out. Raises: `OSError`."""
     space, shape = _space_of(slab.header), slab.header.shape
     if space is None:
@@ -179,10 +217,8 @@ def checked(file: SlabFile, slab: Slab) -> SlabContents | LeftOut:
         return _left_out(file, "its header says that it holds other KV than its folder")
     if shape.record_bytes != space.record_bytes:
         return _left_out(file, f"its records have {shape.record_bytes} bytes")
-    entries = tuple(slab.look())
-    return SlabContents(
-        file=file, space=space, shape=shape, entries=entries, is_written=not slab.is_sealed
-    )
+    entries = slab.look()
+    return Look(space, shape, entries, is_written=not slab.is_sealed)
 
 
 def _space_of(header: SlabHeader) -> Space | None:

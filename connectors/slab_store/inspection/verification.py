@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -23,7 +23,7 @@ from interlace.connectors.slab_store.inspection.reports import (
     Verification,
 )
 from interlace.connectors.slab_store.inspection.survey import (
-    SlabContents,
+    Look,
     checked,
     read_part,
     unreadable,
@@ -99,7 +99,7 @@ def _read_all(file: SlabFile, slab: Slab, advance: Callable[[float], None]) -> _
     found = checked(file, slab)
     if isinstance(found, LeftOut):
         return found
-    entries, damaged = (found.entries, []) if found.is_written else _second_look(found)
+    entries, damaged = (found.entries, []) if found.is_written else _second_look(file, found)
     reason = "its entry is damaged, and nobody finds it"
     flaws = [Flaw(record=place, reason=reason, is_unread=False) for place in damaged]
     buffer = np.empty(found.shape.record_bytes, np.uint8)
@@ -141,11 +141,11 @@ def _forget_cached(slab: Slab, entry: Entry) -> None:
         os.posix_fadvise(file.fileno(), at, length, os.POSIX_FADV_DONTNEED)
 
 
-def _second_look(found: SlabContents) -> tuple[Sequence[Entry], list[int]]:
+def _second_look(file: SlabFile, found: Look) -> tuple[list[Entry], list[int]]:
     """(entries, damaged places) of a sealed slab's index: the former were whole at one of two
     looks, the latter were neither whole nor empty at any. Raises: `OSError`."""
     shape = found.shape
-    data = read_part(found.file.path, shape.num_records * ENTRY_BYTES, shape.entry_at(0))
+    data = read_part(file.path, shape.num_records * ENTRY_BYTES, shape.entry_at(0))
     seen = parse_entries(data, 0, is_sealed=True).entries
     whole = {entry.record: entry for entry in (*seen, *found.entries)}
     damaged = [
