@@ -569,7 +569,8 @@ def failing(real: Callable[..., Any], code: int, when: int) -> Callable[..., Any
 
 @pytest.mark.parametrize("code", ERRORS)
 @pytest.mark.parametrize(
-    "function", ["os.open", "os.posix_fallocate", "os.pwrite", "os.rename", "fcntl.flock"]
+    "function",
+    ["os.open", "os.posix_fallocate", "os.ftruncate", "os.pwrite", "os.rename", "fcntl.flock"],
 )
 def test_b69_a_slab_that_cannot_be_made_leaves_nothing(
     folder: Path, monkeypatch: pytest.MonkeyPatch, function: str, code: int
