@@ -767,7 +767,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from slab_kit import SPACE, header, record
 from interlace.connectors.slab_store.directory import Limits, NoRoomError, SlabDirectory
-root, start, capacity, disk, floor, count = Path(sys.argv[1]), *map(float, sys.argv[2:])
+root, start, capacity, disk, floor, count, size = Path(sys.argv[1]), *map(float, sys.argv[2:])
 def statvfs(path):
     used = sum(one.stat().st_blocks * 512 for one in root.rglob("*.slab*"))
     return SimpleNamespace(f_frsize=1, f_bavail=int(disk) - used)
@@ -780,7 +780,7 @@ made = refused = 0
 before = None
 for number in range(int(count)):
     try:
-        writer = store.create_slab(SPACE.folder_name, header(1))
+        writer = store.create_slab(SPACE.folder_name, header(int(size)))
         writer.add([record(number)])
         made += 1
     except NoRoomError as error:
@@ -792,28 +792,32 @@ print(made, refused)
 """
 
 
-@pytest.mark.parametrize(
-    ("capacity", "disk", "floor"),
-    [(5 * SLAB, 10**9, 0), (10**9, 8 * SLAB, 3 * SLAB)],
-    ids=["capacity", "floor"],
-)
+@pytest.mark.parametrize("num_records", [1, 4])
+@pytest.mark.parametrize("limit", ["capacity", "floor"])
 @pytest.mark.soak(quick=60, full=5000)
 def test_b68_limits_hold_for_two_processes_together(
-    root: Path, capacity: int, disk: int, floor: int, num_runs: int
+    root: Path, limit: str, num_records: int, num_runs: int
 ) -> None:
-    """Five slabs: each process writes to at most two, one of them about to be sealed."""
+    """Five slabs: each process writes to at most two, one of them about to be sealed. Each slab
+    gets one record, so those with room for more have holes."""
+    most = 5 * header(num_records).shape.file_bytes
+    limits = (most, 10**9, 0) if limit == "capacity" else (10**9, most + 3 * SLAB, 3 * SLAB)
     store = directory(root, clock=lambda: 0.0)
     add(store, 1)
-    limits = (capacity, disk, floor, num_runs)
-    both = [start(CREATOR, root, time.time() + 0.6, *limits) for _ in range(2)]
-    held = []
+    both = [
+        start(CREATOR, root, time.time() + 0.6, *limits, num_runs, num_records) for _ in range(2)
+    ]
+    sums, most_slabs = [], 0
     while any(process.poll() is None for process in both):
         with store._locked():  # nobody makes, or removes, one meanwhile
-            held.append(sum(file.num_bytes for file in store.slabs()))
+            files = store.slabs()
+        sums.append(sum(file.num_bytes for file in files))
+        most_slabs = max(most_slabs, len(files))
         time.sleep(0.005)
     numbers = [tuple(map(int, said(process).split())) for process in both]
-    assert max(held) == 5 * SLAB
+    assert max(sums) <= most
     assert numbers == [(num_runs, 0)] * 2
+    assert most_slabs >= 5 if num_records == 1 else most_slabs > 5, "the room is used"
 
 
 def test_two_stores_in_one_directory_find_each_others_records(root: Path) -> None:
