@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import tempfile
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 from interlace.bench.engine_arm import EngineArm
@@ -14,7 +13,6 @@ from interlace.bench.report import Report
 from interlace.bench.session import SEED, Prepared
 from interlace.bench.workload import WorkSource
 from interlace.engine.config import KVTransferConfig
-from interlace.engine.errors import ConfigError
 from interlace.engine.ports import Clock, Progress
 
 
@@ -58,23 +56,3 @@ async def run_kv_benchmark(
         "repeats": repeats,
     }
     return Report("kv", settings, prepared.machine, rows, checks)
-
-
-@contextmanager
-def scratch_folder(parent: str | None) -> Iterator[Path]:
-    """A new empty folder in `parent`, or where temporary files go; removed at the end. Blocks.
-
-    Raises: `ConfigError` if none can be made there.
-    """
-    try:
-        scratch = tempfile.TemporaryDirectory(
-            prefix="interlace-bench-", dir=parent, ignore_cleanup_errors=True
-        )
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        raise ConfigError(
-            f"no files can be kept in {parent or tempfile.gettempdir()} ({reason}); name a folder "
-            "that exists and can be written, by --kv-dir."
-        ) from error
-    with scratch as folder:
-        yield Path(folder)

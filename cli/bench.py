@@ -263,7 +263,8 @@ def kv(
     """What KV in files brings and costs: loading and saving a prompt, a connector with no work,
     saving what is generated."""
     from interlace.bench.kv_experiments import Experiment
-    from interlace.bench.kv_session import run_kv_benchmark, scratch_folder
+    from interlace.bench.kv_session import run_kv_benchmark
+    from interlace.bench.scratch import scratch_folder
     from interlace.bench.session import prepare
     from interlace.bench.settings import Settings
     from interlace.engine.clock import MonotonicClock
@@ -275,7 +276,7 @@ def kv(
     experiment = None if only is None else Experiment(only)
     progress = StillProgress(sys.stderr)
     with (
-        scratch_folder(kv_dir) as folder,
+        scratch_folder(kv_dir, "--kv-dir") as folder,
         contextlib.closing(prepare(Settings(model), progress_for())) as prepared,
         frozen_heap(),
     ):

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import sys
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from interlace.bench.overlap.names import ALL, DEFAULT_PARTS, Part, chosen
+from interlace.bench.overlap.names import DEFAULT_PARTS, FROM_FILES, Part
+from interlace.bench.part_names import ALL
+from interlace.bench.scratch import scratch_folder
 from interlace.cli.bench_options import (
     MAX_BATCH_SIZE,
     MAX_TOKENS,
@@ -28,15 +29,14 @@ from interlace.cli.bench_options import (
     engine_settings,
     parse_counts,
 )
-from interlace.cli.bench_output import StillProgress, check_json_target, print_table, write_json
-from interlace.cli.own_process import frozen_heap
-from interlace.cli.progress import progress_for
-from interlace.cli.running import run
+from interlace.cli.bench_output import check_json_target
+from interlace.cli.bench_parts import measure_parts, parse_parts
 
 if TYPE_CHECKING:
     from interlace.bench.overlap.sizes import Sizes
-    from interlace.bench.report import Report
-    from interlace.bench.settings import Settings
+    from interlace.bench.part_reports import Seen
+    from interlace.bench.session import Prepared
+    from interlace.engine.ports import Progress
 
 _DEFAULT = " and ".join(sorted(DEFAULT_PARTS))
 _HELP = (
@@ -59,6 +59,19 @@ def overlap(
         int, typer.Option("--decoders", min=1, max=MAX_BATCH_SIZE, help=_DECODERS_HELP)
     ] = 32,
     repeats: Repeats = 5,
+    store: Annotated[
+        Literal["memory", "file"],
+        typer.Option("--store", help="Where prompts are loaded from, in first-token and modes."),
+    ] = "memory",
+    path: Annotated[
+        str | None,
+        typer.Option(
+            "--path",
+            metavar="DIR",
+            help="With --store file: keep the files in a new folder in DIR, removed at the end. "
+            "Default: where temporary files go.",
+        ),
+    ] = None,
     device: Device = "auto",
     dtype: Dtype = "auto",
     max_model_len: MaxModelLen = None,
@@ -86,7 +99,7 @@ def overlap(
     saving, and a connector with nothing to do, add to a step.
     """
     check_json_target(json)
-    parts = _parts(part or [])
+    parts = _parts(part or [], store, path)
     counts = parse_counts("--new", new, MAX_TOKENS)
     sizes = _sizes(prompt_tokens, counts, repeats, decoders)
     settings = engine_settings(
@@ -99,40 +112,36 @@ def overlap(
         max_inflight_steps=None,
         request_tokens=sizes.longest + 1,
     )
-    _run(dataclasses.replace(settings, measure_limits=False), parts, sizes, json)
+
+    async def measure(prepared: Prepared, progress: Progress, seen: Seen) -> None:
+        from interlace.bench.overlap.session import run_overlap
+        from interlace.engine.clock import MonotonicClock
+
+        folder = scratch if store == "file" else None
+        await run_overlap(prepared, parts, sizes, MonotonicClock(), progress, seen, folder)
+
+    with scratch_folder(path, "--path") if store == "file" else contextlib.nullcontext() as scratch:
+        measure_parts("overlap", dataclasses.replace(settings, measure_limits=False), measure, json)
 
 
-def _parts(names: list[str]) -> tuple[Part, ...]:
+def _parts(names: list[str], store: str, path: str | None) -> tuple[Part, ...]:
     """Raises: `typer.BadParameter`."""
-    try:
-        return chosen(names)
-    except ValueError as error:
-        known = ", ".join((*Part, ALL))
-        raise typer.BadParameter(f"{error}: choose of {known}.", param_hint="--part") from error
+    if store == "memory":
+        if path is not None:
+            raise typer.BadParameter("it goes with --store file.", param_hint="--path")
+        return parse_parts(Part, names, DEFAULT_PARTS)
+    parts = parse_parts(Part, names, (Part.FIRST_TOKEN,))
+    others = [part for part in parts if part not in FROM_FILES]
+    if others:
+        raise typer.BadParameter(
+            f"{', '.join(others)}: with --store file there are {', '.join(sorted(FROM_FILES))}"
+            " only; `interlace bench store` has more about files.",
+            param_hint="--part",
+        )
+    return parts
 
 
 def _sizes(prompt_tokens: int, new: tuple[int, ...], repeats: int, decoders: int) -> Sizes:
     from interlace.bench.overlap.sizes import Sizes
 
     return Sizes(prompt_tokens, new, repeats, num_decoders=decoders)
-
-
-def _run(settings: Settings, parts: tuple[Part, ...], sizes: Sizes, json: str | None) -> None:
-    """Show each part as soon as it is done; what is done is written as JSON, whatever comes."""
-    from interlace.bench.overlap.session import merged, run_overlap
-    from interlace.bench.session import prepare
-    from interlace.engine.clock import MonotonicClock
-
-    progress = StillProgress(sys.stderr)
-    done: list[Report] = []
-
-    def seen(report: Report) -> None:
-        done.append(report)
-        print_table(report, json)
-
-    try:
-        with contextlib.closing(prepare(settings, progress_for())) as prepared, frozen_heap():
-            run(lambda: run_overlap(prepared, parts, sizes, MonotonicClock(), progress, seen))
-    finally:
-        if done:
-            write_json(merged(done), json)

@@ -1,7 +1,8 @@
-"""One request at a time, whose prefix lies in host memory or on the device."""
+"""One request at a time, whose prefix lies on the device, in host memory or in files."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from typing import NamedTuple, Protocol, TypeVar
 
@@ -10,10 +11,17 @@ from interlace.bench.overlap.meter import LoadTimes, Meter, Metered
 from interlace.bench.timeline import Sample
 from interlace.bench.workload import Work
 from interlace.connectors.pipeline.options import LoadMode
+from interlace.connectors.pipeline.scheduler import PipelineScheduler
 from interlace.engine.device_thread import DeviceThread, finish_despite_cancel
 from interlace.engine.errors import InterlaceError
 
 T = TypeVar("T")
+
+_TRIES = 20
+_PAUSE_S = 0.01
+_MOST_POKES = 2000
+_POKE = Work(((0, 0),), 1)
+"""Too short to be stored."""
 
 
 class Hit(NamedTuple):
@@ -29,10 +37,14 @@ class Hit(NamedTuple):
 
 
 class HitArm(Protocol):
-    """An engine that stores prefixes in host memory, idle between requests."""
+    """An engine that stores prefixes in host memory, or in files, idle between requests."""
 
     def forget(self) -> None:
-        """Forget all KV on the device."""
+        """Forget all KV but what is stored: on the device, and before files in host memory."""
+        ...
+
+    async def keep(self, prefix: Work) -> None:
+        """Compute a prompt of whole blocks, and have it stored."""
         ...
 
     async def run(self, work: Work, mode: LoadMode = "auto") -> Hit:
@@ -52,14 +64,43 @@ class HitArm(Protocol):
 class MeteredArm:
     """A `HitArm` of a real engine."""
 
-    def __init__(self, arm: EngineArm, meter: Meter, device: DeviceThread) -> None:
+    def __init__(
+        self,
+        arm: EngineArm,
+        meter: Meter,
+        device: DeviceThread,
+        files: FileStore | None = None,
+    ) -> None:
+        """`files`: where the connector stores prefixes, if that is not host memory."""
         self._arm = arm
         self._meter = meter
         self._device = device
+        self._files = files
 
     def forget(self) -> None:
         """See `HitArm`. Raises: `InterlaceError` if the engine is not idle."""
+        self.forget_on_device()
+        if self._files is not None:
+            self._files.empty_memory()
+
+    def forget_on_device(self) -> None:
+        """Forget KV there alone. Raises: `InterlaceError` if the engine is not idle."""
         self._arm.forget()
+
+    async def keep(self, prefix: Work) -> None:
+        """See `HitArm`. Raises: what the engine raises; `InterlaceError` if files do not come
+        about. Cancelling stops after the request in progress."""
+        await self.run(prefix)
+        if self._files is None:
+            return
+        (prompt,) = prefix.prompts
+        again = Work(((*prompt, prompt[0]),), 1)
+        for _ in range(_TRIES):  # a request may come before the look that finds new files
+            self.forget()
+            hit = await self.run(again, "bulk")
+            if hit.sample.loaded_tokens == prefix.prompt_tokens:
+                return
+        require(hit.sample.loaded_tokens, prefix.prompt_tokens, "read from files")
 
     @property
     def link_bytes_per_s(self) -> float:
@@ -79,7 +120,64 @@ class MeteredArm:
                 "the connector did not tell how long the device took for a request: its hooks are"
                 " not called as bench/overlap/connector.py expects."
             )
-        return Hit(sample, metered.device_s, metered.loads, self._meter.predicted_s)
+        hit = Hit(sample, metered.device_s, metered.loads, self._meter.predicted_s)
+        if self._files is not None:
+            await self._files.written()
+        return hit
+
+
+class FileStore:
+    """The files of an engine's connector, and the host memory before them. Event loop."""
+
+    def __init__(self, arm: EngineArm, meter: Meter) -> None:
+        """`meter` is of the connector of the arm's engine."""
+        self._arm = arm
+        self._meter = meter
+
+    @property
+    def _scheduler(self) -> PipelineScheduler:
+        assert self._meter.scheduler is not None, "the engine is open"
+        return self._meter.scheduler
+
+    def empty_memory(self) -> None:
+        """Let host memory hold nothing: what is asked for from now on comes from files."""
+        self._scheduler.index.clear()
+
+    async def written(self) -> None:
+        """Wait until all that is stored lies in files: nothing is to be written behind the next
+        request's back.
+
+        The connector hears of that in steps only, so requests of two tokens bring some about. The
+        last one lets it look for new files. Raises: `InterlaceError` if it takes too long.
+        """
+        for _ in range(_MOST_POKES):
+            is_written = self._scheduler.is_idle
+            await self._arm.run(_POKE)
+            if is_written:
+                return
+            await asyncio.sleep(_PAUSE_S)
+        raise InterlaceError(
+            "what was stored has not reached its files: is the disk too slow, or does it hang?"
+        )
+
+
+class WritingArm:
+    """An arm whose runs end when what they store lies in files."""
+
+    def __init__(self, arm: EngineArm, files: FileStore) -> None:
+        self.name = arm.name
+        self._arm = arm
+        self._files = files
+
+    def forget(self) -> None:
+        """Forget all KV on the device. Raises: `InterlaceError` if the engine is not idle."""
+        self._arm.forget()
+
+    async def run(self, work: Work) -> Sample:
+        """As `EngineArm.run`. Raises: also what `FileStore.written` does."""
+        sample = await self._arm.run(work)
+        await self._files.written()
+        return sample
 
 
 async def noted(

@@ -9,18 +9,20 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from interlace.bench.connector_option import take_option
 from interlace.bench.overlap.meter import Meter
 from interlace.bench.overlap.slow_link import SlowLoads, UselessCopies
 from interlace.connectors.pipeline.layer_pipeline import LaneCopies
-from interlace.connectors.pipeline.messages import PipelineHandshake, PipelineMetadata
+from interlace.connectors.pipeline.messages import Load, PipelineHandshake, PipelineMetadata
 from interlace.connectors.pipeline.options import PipelineOptions
 from interlace.connectors.pipeline.rates import Forecast
 from interlace.connectors.pipeline.worker import PipelineWorker
+from interlace.connectors.pipeline.worker_files import Fetching
 from interlace.connectors.pipeline_connector import PipelineConnector
+from interlace.connectors.slab_store.space import Space
 from interlace.engine.config import EngineConfig
 from interlace.engine.kv_connector import (
     KVCacheConfig,
@@ -53,13 +55,15 @@ class MeteredPipelineConnector(PipelineConnector):
         self._slowdown = 1
 
     def _make_worker_side(self) -> None:
-        self._worker_side = MeteredWorker(self.options, self.lanes, self._meter)
+        make_space = self._space if self.options.store == "file" else None
+        self._worker_side = MeteredWorker(self.options, self.lanes, self._meter, make_space)
 
     def set_xfer_handshake_metadata(
         self, metadata: dict[int, KVConnectorHandshakeMetadata]
     ) -> None:
-        """As in `PipelineConnector`; the measured rate goes to the meter."""
+        """As in `PipelineConnector`; the meter learns of this side, and of the measured rate."""
         super().set_xfer_handshake_metadata(metadata)
+        self._meter.scheduler = self._scheduler
         handshake = metadata.get(0)
         if isinstance(handshake, PipelineHandshake):
             self._meter.link_bytes_per_s = handshake.load_bytes_per_s
@@ -96,8 +100,14 @@ class MeteredPipelineConnector(PipelineConnector):
 class MeteredWorker(PipelineWorker):
     """Tells a meter what it begins. Device thread."""
 
-    def __init__(self, options: PipelineOptions, lanes: Lanes, meter: Meter) -> None:
-        super().__init__(options, lanes)
+    def __init__(
+        self,
+        options: PipelineOptions,
+        lanes: Lanes,
+        meter: Meter,
+        make_space: Callable[[int, int], Space] | None,
+    ) -> None:
+        super().__init__(options, lanes, make_space=make_space)
         self._meter = meter
         self._slowdown = 1
         self._has_queued = False  # a forward, in this step
@@ -127,17 +137,30 @@ class MeteredWorker(PipelineWorker):
         meter.use(self._open.pipeline.watch)
         if metadata.loads or metadata.num_tokens:
             meter.note_begin(metadata.num_tokens)
-        known = (len(self._step_loads), len(self._bulk_loads))
+        known = len(self._step_loads)
         began = time.perf_counter()
         super().start(metadata, by_layer=by_layer)
         submit_s = time.perf_counter() - began
-        for step_load in self._step_loads[known[0] :]:
+        for step_load in self._step_loads[known:]:
             num_runs = sum(len(load.runs) for load in step_load.loads)
             meter.note_load(step_load.pipelined, num_runs=num_runs, submit_s=submit_s)
-        for bulk_load in self._bulk_loads[known[1] :]:
-            if bulk_load.transfer is not None:
-                num_runs = len(bulk_load.load.runs)
-                meter.note_load(bulk_load.transfer, num_runs=num_runs, submit_s=submit_s)
+
+    def _start_bulk(self, load: Load, fetching: Fetching | None = None) -> None:
+        """As in `PipelineWorker`: now, or when its blocks have been read from files."""
+        sample = None
+        if fetching is not None and self._open.files is not None:
+            sample = self._open.files.sample(fetching)
+        began = time.perf_counter()
+        super()._start_bulk(load, fetching)
+        submit_s = time.perf_counter() - began
+        transfer = self._bulk_loads[-1].transfer
+        if transfer is not None and self._meter.is_on:
+            self._meter.note_load(
+                transfer,
+                num_runs=len(load.runs),
+                submit_s=submit_s,
+                read_s=0.0 if sample is None else sample.seconds,
+            )
 
     def finish_forward(self) -> None:
         """As in `PipelineWorker`."""

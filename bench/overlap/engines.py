@@ -7,6 +7,7 @@ import dataclasses
 import enum
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from interlace.bench.engine_arm import EngineArm, TokenEngine
@@ -73,14 +74,19 @@ class Room:
     record_tokens: int
     only_decodes: bool
     """Then no graphs but those of decodes are captured."""
+    files: Path | None = None
+    """Where the engine that saves keeps KV in files, too. None: nowhere."""
 
     @classmethod
-    def of(cls, sizes: Sizes, *, has_crowd: bool, only_decodes: bool) -> Room:
+    def of(
+        cls, sizes: Sizes, *, has_crowd: bool, only_decodes: bool, files: Path | None = None
+    ) -> Room:
         """For work of these sizes."""
         return cls(
             sizes.pool_tokens(has_crowd=has_crowd),
             sizes.record_tokens(has_crowd=has_crowd),
             only_decodes,
+            files,
         )
 
 
@@ -123,6 +129,7 @@ def _connector(
                 kv_connector_extra_config={
                     "host_bytes": room.record_tokens * bytes_of_token,
                     METER: meter,
+                    **({} if room.files is None else {"store": "file", "path": str(room.files)}),
                 },
             )
         case Kind.CONSUMER:

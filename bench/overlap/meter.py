@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple, Protocol
 
 from interlace.connectors.pipeline.options import LoadMode
+from interlace.connectors.pipeline.scheduler import PipelineScheduler
 from interlace.connectors.pipeline.worker_times import Stopwatch, TransferStats
 
 MOST_LOADS = 64
@@ -28,6 +29,13 @@ class LoadTimes(NamedTuple):
     num_copies: int
     num_runs: int
     """Of neighbours, in each layer."""
+    read_s: float = 0.0
+    """Before the first copy, from files into host memory."""
+
+    @property
+    def whole_s(self) -> float:
+        """Reading and copying."""
+        return self.read_s + self.seconds
 
 
 class StepTime(NamedTuple):
@@ -60,6 +68,7 @@ class _Noted(NamedTuple):
     transfer: Transfer
     num_runs: int
     submit_s: float
+    read_s: float
 
 
 class _Step(NamedTuple):
@@ -81,6 +90,8 @@ class Meter:
         under way."""
         self.predicted_s: float | None = None
         """Of the request that was matched last: see `Hit`. Event loop."""
+        self.scheduler: PipelineScheduler | None = None
+        """The connector's scheduler side, from the handshake on. Event loop."""
         self.is_on = False
         self._watch: Stopwatch | None = None
         self._begin: Any = None
@@ -109,9 +120,11 @@ class Meter:
             self._begun = _Step(num_tokens, mark, None) if num_tokens else None
             self._begin = mark if self._begin is None else self._begin
 
-    def note_load(self, transfer: Transfer, *, num_runs: int, submit_s: float) -> None:
-        """A load was queued."""
-        self._noted.append(_Noted(transfer, num_runs, submit_s))
+    def note_load(
+        self, transfer: Transfer, *, num_runs: int, submit_s: float, read_s: float = 0.0
+    ) -> None:
+        """A load was queued; see `LoadTimes`."""
+        self._noted.append(_Noted(transfer, num_runs, submit_s, read_s))
 
     def note_end(self) -> None:
         """A forward was queued, with its sampling."""
@@ -140,6 +153,7 @@ class Meter:
                     one.submit_s,
                     stats.num_copies,
                     one.num_runs,
+                    one.read_s,
                 )
                 for one, stats in noted
                 if stats.seconds is not None

@@ -50,7 +50,7 @@ async def modes(rig: Rig) -> Outcome:
 async def measure_prefixes(arm: HitArm, setting: Setting, prefixes: Sequence[Work]) -> Outcome:
     """`modes` on any arm, with these prefixes."""
     for prefix in prefixes:
-        await arm.run(prefix)  # computed, and stored
+        await arm.keep(prefix)
     taken = await _run(arm, setting, prefixes)
     rows = tuple(_row(point, by_mode) for point, by_mode in taken.items())
     return rows, _checks(setting, taken)

@@ -23,18 +23,7 @@ class Part(enum.StrEnum):
 
 
 DEFAULT_PARTS: Final = (Part.LINK, Part.FIRST_TOKEN)
+FROM_FILES: Final = frozenset({Part.FIRST_TOKEN, Part.MODES})
+"""Parts that can load from files, too."""
 CROWDED: Final = frozenset({Part.MIXED, Part.BESIDE, Part.GAPS})
 """Parts in which many requests decode while others are loaded."""
-ALL: Final = "all"
-"""Stands for every part."""
-
-
-def chosen(names: list[str]) -> tuple[Part, ...]:
-    """The parts of these names, in their order; the default ones for none.
-
-    Raises: `ValueError` for a name that no part has.
-    """
-    if ALL in names:
-        return tuple(Part)
-    wanted = {Part(name) for name in names} or set(DEFAULT_PARTS)
-    return tuple(part for part in Part if part in wanted)

@@ -6,12 +6,14 @@ import dataclasses
 
 from interlace.bench.apparatus import Outcome
 from interlace.bench.bars import NO_OVERLAP_BARS, OverlapBars
-from interlace.bench.overlap.arms import MeteredArm
+from interlace.bench.overlap.arms import FileStore, MeteredArm, WritingArm
 from interlace.bench.overlap.engines import Engines, Kind
 from interlace.bench.overlap.sizes import Sizes
+from interlace.bench.paired import CachingArm
 from interlace.bench.report import Check
 from interlace.bench.session import Prepared
 from interlace.bench.workload import Work, WorkSource
+from interlace.connectors.pipeline.options import StoreKind
 from interlace.engine.ports import Clock, Progress
 
 __all__ = ["Outcome", "Rig", "Setting", "judged"]
@@ -27,6 +29,8 @@ class Setting:
     bars: OverlapBars = NO_OVERLAP_BARS
     token_bytes: int = 0
     """KV of one token."""
+    store: StoreKind = "memory"
+    """What prefixes are loaded from."""
 
     def work(self, prompt_tokens: int) -> Work:
         """One new prompt, of which one token is asked for."""
@@ -45,7 +49,16 @@ class Rig:
     async def hit_arm(self) -> MeteredArm:
         """The engine that loads and saves, for one request at a time."""
         opened = await self.engines.get(Kind.PIPELINE)
-        return MeteredArm(opened.arm, opened.meter, self.prepared.device)
+        files = None if self.setting.store == "memory" else FileStore(opened.arm, opened.meter)
+        return MeteredArm(opened.arm, opened.meter, self.prepared.device, files)
+
+    async def saving_arms(self) -> tuple[CachingArm, CachingArm]:
+        """An engine that saves nothing, and the one that saves all, at once."""
+        consumer = (await self.engines.get(Kind.CONSUMER)).arm
+        opened = await self.engines.get(Kind.PIPELINE)
+        if self.setting.store == "memory":
+            return consumer, opened.arm
+        return consumer, WritingArm(opened.arm, FileStore(opened.arm, opened.meter))
 
 
 def judged(

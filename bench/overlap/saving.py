@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from interlace.bench.overlap.engines import Kind
 from interlace.bench.overlap.pairs import Comparison, in_pairs
-from interlace.bench.overlap.rig import Outcome, Rig
+from interlace.bench.overlap.rig import Outcome, Rig, Setting
 
 
 async def saving(rig: Rig) -> Outcome:
@@ -14,14 +13,7 @@ async def saving(rig: Rig) -> Outcome:
     Cancelling stops after the run in progress.
     """
     setting, sizes = rig.setting, rig.setting.sizes
-    arms = ((await rig.engines.get(Kind.CONSUMER)).arm, (await rig.engines.get(Kind.PIPELINE)).arm)
-    prefill = Comparison(
-        f"saving on / off: prefill of {sizes.prompt_tokens}",
-        lambda: setting.work(sizes.prompt_tokens),
-        lambda sample: sample.first_token_s,
-        forgets=True,
-        at_most=setting.bars.saving,
-    )
+    arms = await rig.saving_arms()
     decode = Comparison(
         f"saving on / off: {sizes.num_decoders} decoding",
         lambda: setting.source.make(sizes.num_decoders, sizes.decoder_prompt, sizes.pair_tokens),
@@ -29,7 +21,18 @@ async def saving(rig: Rig) -> Outcome:
         forgets=True,
         at_most=setting.bars.saving,
     )
-    done = [
-        await in_pairs(what, arms, sizes.repeats, setting.progress) for what in (prefill, decode)
-    ]
+    comparisons = (prefill(setting), decode)
+    done = [await in_pairs(what, arms, sizes.repeats, setting.progress) for what in comparisons]
     return tuple(row for row, _ in done), tuple(check for _, checks in done for check in checks)
+
+
+def prefill(setting: Setting) -> Comparison:
+    """Of prompts that were never seen before."""
+    sizes = setting.sizes
+    return Comparison(
+        f"saving on / off: prefill of {sizes.prompt_tokens}",
+        lambda: setting.work(sizes.prompt_tokens),
+        lambda sample: sample.first_token_s,
+        forgets=True,
+        at_most=setting.bars.saving,
+    )

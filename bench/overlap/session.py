@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AsyncExitStack, contextmanager
+import asyncio
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from pathlib import Path
 
-from interlace.bench.bars import bars_for
+from interlace.bench.bars import NO_OVERLAP_BARS, bars_for
 from interlace.bench.kv_blocks import BLOCK_SIZE, token_bytes
 from interlace.bench.overlap.engines import Engines, Room, opener
 from interlace.bench.overlap.names import CROWDED, Part
 from interlace.bench.overlap.parts import PARTS
 from interlace.bench.overlap.rig import Rig, Setting
 from interlace.bench.overlap.sizes import Sizes
+from interlace.bench.part_reports import Seen, naming, part_title
 from interlace.bench.report import Report
 from interlace.bench.session import SEED, Prepared
 from interlace.bench.workload import WorkSource
 from interlace.engine.errors import InterlaceError
 from interlace.engine.ports import Clock, Progress
-
-Seen = Callable[[Report], None]
-"""Gets the report of each part when it is done."""
+from interlace.layers.hardware.fact import Unknown
+from interlace.layers.hardware.host import file_system
 
 
 async def run_overlap(
@@ -30,8 +31,10 @@ async def run_overlap(
     clock: Clock,
     progress: Progress,
     seen: Seen,
+    folder: Path | None = None,
 ) -> None:
-    """Run the parts, one after the other; engines are shared.
+    """Run the parts, one after the other; engines are shared. With a `folder`, which is empty, they
+    are of `FROM_FILES`, and files lie there.
 
     Raises: what the engines raise; `InterlaceError` that names the part if one could not be
     measured. Cancelling stops after what is in progress.
@@ -41,23 +44,35 @@ async def run_overlap(
         sizes,
         has_crowd=not CROWDED.isdisjoint(parts),
         only_decodes=set(parts) <= {Part.IDLE, Part.LINK},
+        files=folder,
     )
     bars = bars_for(prepared.gpu, prepared.settings.model, prepared.dtype)
     setting = Setting(
         WorkSource(vocab_size=prepared.loaded.architecture.vocab_size, seed=SEED),
         progress,
         sizes,
-        bars.overlapping(sizes.prompt_tokens, sizes.num_decoders),
+        NO_OVERLAP_BARS
+        if folder is not None  # the bars are about host memory
+        else bars.overlapping(sizes.prompt_tokens, sizes.num_decoders),
         token_bytes(prepared.loaded),
+        "memory" if folder is None else "file",
     )
     async with AsyncExitStack() as stack:
         engines = Engines(stack, opener(prepared, sizes, room, clock, progress))
         rig = Rig(setting, engines, prepared, clock)
         for part in parts:
-            with _named(part):
+            with naming(part):
                 rows, checks = await PARTS[part](rig)
             facts = prepared.settings.facts() | {"dtype": prepared.dtype} | sizes.facts()
-            seen(Report(f"overlap: {part}", facts, prepared.machine, rows, checks))
+            if folder is not None:
+                facts |= await asyncio.to_thread(file_facts, folder)
+            seen(Report(part_title("overlap", part), facts, prepared.machine, rows, checks))
+
+
+def file_facts(folder: Path) -> dict[str, object]:
+    """For a report: that KV lies in files, and in a file system of which kind. Blocks."""
+    kind = file_system(folder)
+    return {"store": "file", "file_system": None if isinstance(kind, Unknown) else kind}
 
 
 def check_room(prepared: Prepared, parts: Sequence[Part], sizes: Sizes) -> None:
@@ -79,28 +94,3 @@ def check_room(prepared: Prepared, parts: Sequence[Part], sizes: Sizes) -> None:
             f"{sizes.prompt_tokens} tokens are no whole number of blocks of {BLOCK_SIZE}, and only"
             " whole blocks are stored: choose such --prompt-tokens."
         )
-
-
-@contextmanager
-def _named(part: Part) -> Iterator[None]:
-    try:
-        yield
-    except InterlaceError as error:
-        if type(error) is not InterlaceError:  # it says itself what it is about
-            raise
-        raise InterlaceError(f"{part}: {error}") from error
-
-
-def merged(reports: Sequence[Report]) -> Report:
-    """All parts as one, at least one; each row and check says of which part it is."""
-    replace, first = dataclasses.replace, reports[0]
-    names = [report.benchmark.removeprefix("overlap: ") for report in reports]
-    named = list(zip(names, reports, strict=True))
-    return replace(
-        first,
-        benchmark="overlap",
-        rows=tuple(replace(r, case=f"{name}: {r.case}") for name, one in named for r in one.rows),
-        checks=tuple(
-            replace(c, name=f"{name}: {c.name}") for name, one in named for c in one.checks
-        ),
-    )

@@ -9,7 +9,8 @@ from interlace.bench.kv_blocks import BLOCK_SIZE
 
 ROOM_FACTOR: Final = 4
 """The pool, and host memory, of one request at a time, in the longest prompt: what was computed in
-between must not push the prefix out, and blocks of ended requests are runs of neighbours again."""
+between must not push the prefix out, and blocks of ended requests are runs of neighbours again.
+A quarter of host memory is also what a request may read from files, or leave to be written."""
 CROWDED_FACTOR: Final = 2
 """The pool beside a crowd, likewise."""
 

@@ -11,8 +11,8 @@ import pytest
 
 from interlace.bench import kv_experiments
 from interlace.bench.kv_experiments import KVBench, example_connector
-from interlace.bench.kv_session import scratch_folder
 from interlace.bench.paired import CachingArm
+from interlace.bench.scratch import scratch_folder
 from interlace.bench.timeline import Sample
 from interlace.bench.workload import Work, WorkSource
 from interlace.engine.config import KVTransferConfig
@@ -186,14 +186,17 @@ async def test_all_of_it_in_one_report(tmp_path: Path) -> None:
 
 def test_files_lie_in_a_folder_of_their_own(tmp_path: Path) -> None:
     (tmp_path / "mine").touch()
-    with scratch_folder(str(tmp_path)) as folder:
+    with scratch_folder(str(tmp_path), "--kv-dir") as folder:
         assert folder.parent == tmp_path
         (folder / "kv").mkdir()
     assert [file.name for file in tmp_path.iterdir()] == ["mine"]
-    with scratch_folder(None) as folder:
+    with scratch_folder(None, "--kv-dir") as folder:
         assert folder.is_dir()
     for parent in (tmp_path / "none", tmp_path / "mine", Path("nul\0")):
-        with pytest.raises(ConfigError, match="--kv-dir"), scratch_folder(str(parent)):
+        with (
+            pytest.raises(ConfigError, match="by --path"),
+            scratch_folder(str(parent), "--path"),
+        ):
             pass
 
 

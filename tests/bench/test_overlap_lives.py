@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from interlace.bench.overlap.lives import PoolLives
-from interlace.bench.overlap.names import DEFAULT_PARTS, Part, chosen
+from interlace.bench.overlap.names import DEFAULT_PARTS, Part
 from interlace.bench.overlap.sizes import Sizes
+from interlace.bench.part_names import chosen
 
 
 @pytest.mark.parametrize("full", [0.5, 0.95])
@@ -34,11 +35,11 @@ def test_equal_seeds_give_equal_lives() -> None:
 
 
 def test_parts_by_name() -> None:
-    assert chosen([]) == DEFAULT_PARTS
-    assert chosen(["all"]) == tuple(Part)
-    assert chosen(["idle", "link", "idle"]) == (Part.LINK, Part.IDLE)
+    assert chosen(Part, [], DEFAULT_PARTS) == DEFAULT_PARTS
+    assert chosen(Part, ["all"], DEFAULT_PARTS) == tuple(Part)
+    assert chosen(Part, ["idle", "link", "idle"], ()) == (Part.LINK, Part.IDLE)
     with pytest.raises(ValueError, match="speed"):
-        chosen(["speed"])
+        chosen(Part, ["speed"], ())
 
 
 @pytest.mark.parametrize("prompt_tokens", [512, 8192, 32768])

@@ -45,7 +45,7 @@ def test_from_the_first_thing_to_the_last_sampling() -> None:
     device_s, (load,), (step,) = meter.take()
     assert device_s == 8.0
     assert step == (40, 1.0)
-    assert load == (1000, 0.5, 0.01, 4, 2)
+    assert load == (1000, 0.5, 0.01, 4, 2, 0.0)
     assert not meter.is_on
     meter.begin()
     assert meter.take() == (None, (), ())

@@ -7,14 +7,16 @@ import contextlib
 import dataclasses
 import json
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from bench_kit import CountingProgress
 from overlap_kit import SMALL
 
 from interlace.bench.overlap.names import Part
-from interlace.bench.overlap.session import merged, run_overlap
+from interlace.bench.overlap.session import run_overlap
 from interlace.bench.overlap.sizes import Sizes
+from interlace.bench.part_reports import merged
 from interlace.bench.report import Report
 from interlace.bench.session import Prepared, prepare
 from interlace.bench.settings import Settings
@@ -55,10 +57,12 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prepared]:
         yield found
 
 
-async def run_parts(prepared: Prepared, *parts: Part, sizes: Sizes = SMALL) -> list[Report]:
+async def run_parts(
+    prepared: Prepared, *parts: Part, sizes: Sizes = SMALL, folder: Path | None = None
+) -> list[Report]:
     reports: list[Report] = []
     progress = CountingProgress()
-    await run_overlap(prepared, parts, sizes, MonotonicClock(), progress, reports.append)
+    await run_overlap(prepared, parts, sizes, MonotonicClock(), progress, reports.append, folder)
     assert progress.done > 0
     return reports
 
@@ -73,9 +77,24 @@ async def test_a_part(prepared: Prepared, part: Part) -> None:
     assert not any("share" in check.name for check in report.checks), "no bars on a CPU"
 
 
+async def test_prefixes_that_come_from_files(prepared: Prepared, tmp_path: Path) -> None:
+    """What is claimed to be loaded was, though host memory was empty: else a part raises."""
+    folder = tmp_path / "kv"
+    first, modes = await run_parts(
+        prepared, Part.FIRST_TOKEN, Part.MODES, folder=folder, sizes=SMALL
+    )
+    assert list(folder.glob("*/*.slab"))
+    for row in first.rows:
+        assert row.figures["read ms"].low > 0
+        assert row.figures["load ms"].median >= row.figures["read ms"].median
+    assert not first.checks, "there is one way for what lies in files"
+    assert modes.settings["store"] == "file"
+    assert {name for row in modes.rows for name in row.figures} >= FIGURES[Part.MODES]
+
+
 async def test_parts_share_engines_and_one_report(prepared: Prepared) -> None:
     reports = await run_parts(prepared, Part.FIRST_TOKEN, Part.MIXED)
-    report = merged(reports)
+    report = merged("overlap", reports)
     assert [row.case for row in report.rows] == [
         "first-token: 16 new",
         "first-token: 3 new",

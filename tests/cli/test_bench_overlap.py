@@ -62,6 +62,32 @@ def test_two_parts_and_one_file(model: str, tmp_path: Path) -> None:
     assert cases[1].startswith("crossover: ")
 
 
+def test_from_files_and_nothing_is_left(model: str, tmp_path: Path) -> None:
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    arguments = ["overlap", "--model", model, "--device", "cpu", "--store", "file"]
+    arguments += ["--path", str(scratch), "--repeats", "1", "--prompt-tokens", "64"]
+    result = CliRunner().invoke(bench.app, [*arguments, "--new", "16"])
+    assert result.exit_code == 0, result.output
+    assert "overlap: first-token" in result.output
+    assert "read ms" in result.output
+    assert not list(scratch.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (["--store", "file", "--part", "mixed", "--part", "link"], "link, mixed"),
+        (["--path", "somewhere"], "--store file"),
+        (["--store", "file", "--path", "no such folder"], "--path"),
+    ],
+)
+def test_what_files_are_not_for(model: str, arguments: list[str], problem: str) -> None:
+    result = CliRunner().invoke(bench.app, ["overlap", "--model", model, *arguments])
+    assert result.exit_code != 0
+    assert problem in result.output + str(result.exception)
+
+
 def test_what_is_done_is_written_when_a_later_part_fails(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

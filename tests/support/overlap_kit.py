@@ -60,6 +60,9 @@ class StoringArm:
     def forget(self) -> None:
         self._cached.clear()
 
+    async def keep(self, prefix: Work) -> None:
+        await self.run(prefix)
+
     def slow_down(self, times: int) -> None:
         self._slowdown = times
 

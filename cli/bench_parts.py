@@ -1,0 +1,64 @@
+"""Benchmarks in parts: which ones are asked for, and each shown as soon as it is done.
+
+Imports no torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import sys
+from collections.abc import Callable, Coroutine, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import typer
+
+from interlace.bench.part_names import ALL, chosen
+from interlace.cli.bench_output import StillProgress, print_table, write_json
+from interlace.cli.own_process import frozen_heap
+from interlace.cli.progress import progress_for
+from interlace.cli.running import run
+
+if TYPE_CHECKING:
+    from interlace.bench.part_reports import Seen
+    from interlace.bench.report import Report
+    from interlace.bench.session import Prepared
+    from interlace.bench.settings import Settings
+    from interlace.engine.ports import Progress
+
+P = TypeVar("P", bound=enum.StrEnum)
+
+
+def parse_parts(parts: type[P], names: Sequence[str], default: Sequence[P]) -> tuple[P, ...]:
+    """The parts of these names. Raises: `typer.BadParameter`."""
+    try:
+        return chosen(parts, names, default)
+    except ValueError as error:
+        known = ", ".join((*parts, ALL))
+        raise typer.BadParameter(f"{error}: choose of {known}.", param_hint="--part") from error
+
+
+def measure_parts(
+    benchmark: str,
+    settings: Settings,
+    measure: Callable[[Prepared, Progress, Seen], Coroutine[Any, Any, None]],
+    json: str | None,
+) -> None:
+    """Load, and let `measure` run on an event loop. What is done is written as JSON, whatever
+    comes."""
+    from interlace.bench.part_reports import merged
+    from interlace.bench.session import prepare
+
+    progress = StillProgress(sys.stderr)
+    done: list[Report] = []
+
+    def seen(report: Report) -> None:
+        done.append(report)
+        print_table(report, json)
+
+    try:
+        with contextlib.closing(prepare(settings, progress_for())) as prepared, frozen_heap():
+            run(lambda: measure(prepared, progress, seen))
+    finally:
+        if done:
+            write_json(merged(benchmark, done), json)
