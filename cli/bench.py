@@ -35,6 +35,7 @@ from interlace.cli.bench_options import (
 )
 from interlace.cli.bench_output import StillProgress, check_json_target, show
 from interlace.cli.bench_overlap import overlap
+from interlace.cli.bench_store import store
 from interlace.cli.kv_options import KVConfig, KVConnector, KVDir, kv_transfer_config
 from interlace.cli.own_process import frozen_heap
 from interlace.cli.progress import progress_for
@@ -290,6 +291,7 @@ def kv(
 
 
 app.command(name="overlap")(overlap)
+app.command(name="store")(store)
 
 
 def _told(counts: Sequence[int]) -> object:

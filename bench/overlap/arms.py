@@ -61,8 +61,16 @@ class HitArm(Protocol):
         ...
 
 
+class TieredArm(HitArm, Protocol):
+    """One that stores prefixes in files, with host memory before them."""
+
+    def forget_on_device(self) -> None:
+        """Forget KV there alone: what host memory holds comes from it."""
+        ...
+
+
 class MeteredArm:
-    """A `HitArm` of a real engine."""
+    """A `HitArm` of a real engine, and a `TieredArm` if it is given `files`."""
 
     def __init__(
         self,
@@ -84,7 +92,7 @@ class MeteredArm:
             self._files.empty_memory()
 
     def forget_on_device(self) -> None:
-        """Forget KV there alone. Raises: `InterlaceError` if the engine is not idle."""
+        """See `TieredArm`. Raises: `InterlaceError` if the engine is not idle."""
         self._arm.forget()
 
     async def keep(self, prefix: Work) -> None:

@@ -98,7 +98,7 @@ def best_fixed(by_mode: Mapping[LoadMode, Sequence[float]]) -> LoadMode:
     return min(fixed, key=lambda mode: Spread.of(by_mode[mode]).median)
 
 
-def _ratio(by_mode: Mapping[LoadMode, Sequence[float]]) -> float:
+def chosen_by_best(by_mode: Mapping[LoadMode, Sequence[float]]) -> float:
     """The chosen mode by the best fixed one."""
     chosen, best = (Spread.of(by_mode[mode]).median for mode in ("auto", best_fixed(by_mode)))
     return chosen / best
@@ -106,12 +106,12 @@ def _ratio(by_mode: Mapping[LoadMode, Sequence[float]]) -> float:
 
 def _row(point: Point, by_mode: Mapping[LoadMode, Sequence[float]]) -> Row:
     figures = {f"{mode} ms": Spread.of(s * 1e3 for s in by_mode[mode]) for mode in MODES}
-    figures["auto / best"] = Spread.of([_ratio(by_mode)])
+    figures["auto / best"] = Spread.of([chosen_by_best(by_mode)])
     return Row(f"{point}, best {best_fixed(by_mode)}", figures)
 
 
 def _checks(setting: Setting, taken: Taken) -> tuple[Check, ...]:
-    ratios = [_ratio(by_mode) for by_mode in taken.values()]
+    ratios = [chosen_by_best(by_mode) for by_mode in taken.values()]
     usual = percentile(ratios, 0.9)
     bars = setting.bars
     return (
