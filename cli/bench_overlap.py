@@ -97,6 +97,9 @@ def overlap(
     mixed: a load within a step of a batch that decodes. beside: loads beside
     its steps, in a row. gaps: four long hits a second. saving, idle: what
     saving, and a connector with nothing to do, add to a step.
+
+    With --store file, first-token and modes load from files, with host
+    memory empty before each load: "read ms" is what reading takes of a load.
     """
     check_json_target(json)
     parts = _parts(part or [], store, path)

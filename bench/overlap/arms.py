@@ -20,7 +20,7 @@ T = TypeVar("T")
 _TRIES = 20
 _PAUSE_S = 0.01
 _MOST_POKES = 2000
-_POKE = Work(((0, 0),), 1)
+_POKE = Work(((1, 1),), 1)
 """Too short to be stored."""
 
 

@@ -7,7 +7,6 @@ one, have no disk: they keep all pages, whatever they are asked.
 from __future__ import annotations
 
 import ctypes
-import ctypes.util
 import mmap
 import os
 from collections.abc import Iterable
@@ -42,7 +41,7 @@ def resident_bytes(paths: Iterable[Path]) -> int:
 
     Raises: `OSError`.
     """
-    libc = ctypes.CDLL(ctypes.util.find_library("c"), use_errno=True)
+    libc = ctypes.CDLL(None, use_errno=True)
     return sum(_resident_pages(libc, path) for path in paths) * mmap.PAGESIZE
 
 
