@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable
 from typing import NamedTuple, Protocol, TypeVar
 
 from interlace.bench.engine_arm import EngineArm
+from interlace.bench.kv_blocks import BLOCK_SIZE
 from interlace.bench.overlap.meter import LoadTimes, Meter, Metered
 from interlace.bench.timeline import Sample
 from interlace.bench.workload import Work
@@ -174,6 +175,8 @@ class WritingArm:
 
     def __init__(self, arm: EngineArm, files: FileStore) -> None:
         self.name = arm.name
+        self.num_blocks = 0
+        """Whole blocks of all prompts that it has run."""
         self._arm = arm
         self._files = files
 
@@ -184,6 +187,7 @@ class WritingArm:
     async def run(self, work: Work) -> Sample:
         """As `EngineArm.run`. Raises: also what `FileStore.written` does."""
         sample = await self._arm.run(work)
+        self.num_blocks += work.batch_size * (work.prompt_tokens // BLOCK_SIZE)
         await self._files.written()
         return sample
 

@@ -52,13 +52,14 @@ class Rig:
         files = None if self.setting.store == "memory" else FileStore(opened.arm, opened.meter)
         return MeteredArm(opened.arm, opened.meter, self.prepared.device, files)
 
-    async def saving_arms(self) -> tuple[CachingArm, CachingArm]:
-        """An engine that saves nothing, and the one that saves all, at once."""
-        consumer = (await self.engines.get(Kind.CONSUMER)).arm
+    async def writing_arm(self) -> WritingArm:
+        """The same, where it stores what it computes in files, and knows nothing of it."""
         opened = await self.engines.get(Kind.PIPELINE)
-        if self.setting.store == "memory":
-            return consumer, opened.arm
-        return consumer, WritingArm(opened.arm, FileStore(opened.arm, opened.meter))
+        return WritingArm(opened.arm, FileStore(opened.arm, opened.meter))
+
+    async def plain_arm(self) -> CachingArm:
+        """The engine that loads, and saves nothing."""
+        return (await self.engines.get(Kind.CONSUMER)).arm
 
 
 def judged(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from interlace.bench.overlap.engines import Kind
 from interlace.bench.overlap.pairs import Comparison, in_pairs
 from interlace.bench.overlap.rig import Outcome, Rig, Setting
 
@@ -13,7 +14,7 @@ async def saving(rig: Rig) -> Outcome:
     Cancelling stops after the run in progress.
     """
     setting, sizes = rig.setting, rig.setting.sizes
-    arms = await rig.saving_arms()
+    arms = (await rig.plain_arm(), (await rig.engines.get(Kind.PIPELINE)).arm)
     decode = Comparison(
         f"saving on / off: {sizes.num_decoders} decoding",
         lambda: setting.source.make(sizes.num_decoders, sizes.decoder_prompt, sizes.pair_tokens),

@@ -13,9 +13,11 @@ from pathlib import Path
 import numpy as np
 
 from interlace.bench.session import SEED
+from interlace.bench.store.page_cache import slab_files
 from interlace.connectors.kv_folders.identity import KVIdentity
 from interlace.connectors.pipeline.options import PipelineOptions
 from interlace.connectors.slab_store.layout import HASH_BYTES, Entry, SlabHeader, SlabShape
+from interlace.connectors.slab_store.slab import Slab
 from interlace.connectors.slab_store.slab_writer import NewRecord, SlabWriter
 from interlace.connectors.slab_store.space import Space
 from interlace.connectors.slab_store.writing import StoredPlace
@@ -68,6 +70,15 @@ def fill(
         finally:
             writer.close()
     return places
+
+
+def count_records(folder: Path) -> int:
+    """Published ones, of all slabs below `folder`. Raises: `OSError`, `DamagedSlabError`."""
+    count = 0
+    for path in slab_files(folder):
+        with Slab.open(path) as slab:
+            count += len(slab.look())
+    return count
 
 
 def _content(block_hash: bytes, space: Space) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:

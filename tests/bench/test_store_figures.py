@@ -16,7 +16,7 @@ from interlace.bench.store.first_token import Round
 from interlace.bench.store.page_cache import drop_pages, resident_bytes, slab_files
 from interlace.bench.store.read import CHECKED, STORE, Taken
 from interlace.bench.store.rig import CPU_BARS, CUDA_BARS, NO_STORE_BARS, StoreBars, bars_for
-from interlace.bench.store.shelf import fill, made_up_hashes, made_up_space
+from interlace.bench.store.shelf import count_records, fill, made_up_hashes, made_up_space
 from interlace.bench.timeline import Sample
 from interlace.bench.workload import Work
 from interlace.connectors.pipeline.options import LoadMode
@@ -140,6 +140,7 @@ def test_a_shelf_is_a_store(slab_records: int, tmp_path: Path) -> None:
     assert hashes == made_up_hashes(7)
     places = fill(tmp_path, space, hashes, slab_records=slab_records)
     assert len(slab_files(tmp_path)) == -(-7 // slab_records)
+    assert count_records(tmp_path) == 7
     catalog = Catalog(tmp_path, space)
     catalog.look()
     assert catalog.num_stored(hashes) == 7

@@ -21,6 +21,7 @@ from interlace.bench.store.names import Part
 from interlace.bench.store.rig import StoreSizes
 from interlace.bench.store.session import StoreWork, run_store
 from interlace.bench.store.shelf import fill
+from interlace.connectors.pipeline.sched_files import FileTier
 from interlace.connectors.slab_store.space import Space
 from interlace.connectors.slab_store.writing import StoredPlace
 from interlace.engine.clock import MonotonicClock
@@ -118,6 +119,15 @@ async def test_reads_that_fail_are_an_error(
     monkeypatch.setattr("interlace.bench.store.read.fill", fill_and_mistake)
     with pytest.raises(InterlaceError, match=r"read: a record could not be read: .*checksum"):
         await run_parts(prepared, [Part.READ], tmp_path)
+
+
+async def test_saving_that_drops_some_is_an_error(
+    prepared: Prepared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No cost is told of what was not done."""
+    monkeypatch.setattr(FileTier, "offer", lambda *args: None)
+    with pytest.raises(InterlaceError, match=r"saving: only 0 of \d+ blocks were written"):
+        await run_parts(prepared, [Part.SAVING], tmp_path)
 
 
 @pytest.mark.parametrize("part", [Part.READ, Part.FIRST_TOKEN, Part.COLD])
