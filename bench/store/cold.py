@@ -54,13 +54,19 @@ async def measure(arm: HitArm, setting: Setting, folder: Path) -> Outcome:
     with setting.progress.task("cold", num_runs) as advance:
         for number in range(sizes.repeats + 1):
             for count, by_way in taken.items():
-                for way, samples in by_way.items():
+                for way in _turned(number):
                     sample = await _one(arm, setting, prefix, count, way, folder)
                     if number:  # the first round lets the connector learn how long reads take
-                        samples.append(sample)
+                        by_way[way].append(sample)
                     advance(1)
     found = [_outcome(f"{sizes.prompt_tokens} + {count} new", one) for count, one in taken.items()]
     return tuple(row for row, _ in found), tuple(check for _, check in found)
+
+
+def _turned(number: int) -> tuple[LoadMode, ...]:
+    """All ways, in each round another one first: none always follows the same one."""
+    first = number % len(WAYS)
+    return (*WAYS[first:], *WAYS[:first])
 
 
 async def _one(

@@ -113,6 +113,8 @@ async def test_the_choice_when_pages_are_dropped(tmp_path: Path) -> None:
     assert check.value == pytest.approx(44 / 32)
     assert not check.met
     assert arm.emptied == 3 * len(cold.WAYS)
+    modes = [mode for mode, _ in arm.runs[1:]]
+    assert modes == [*cold.WAYS, *cold.WAYS[1:], cold.WAYS[0], *cold.WAYS[2:], *cold.WAYS[:2]]
 
 
 def test_the_store_s_rate_by_the_best_plain_one() -> None:
