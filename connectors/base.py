@@ -104,9 +104,9 @@ class KVConnectorBase_V1(ABC):  # noqa: N801 - the protocol's name
     """Brings KV from elsewhere and takes it there. See the module's docstring.
 
     Beside vLLM's protocol there are extensions, all of which a connector may leave alone: `lanes`,
-    `get_layer_gates`, `get_compute_end`, `advance_transfers`, `KVConnectorMetadata.is_idle`,
-    `default_load_failure_policy`, and what `interlace check` is told by `kv_is_synthetic`,
-    `check_setup`, `store_fault_kinds` and `inject_store_fault`.
+    `get_layer_gates`, `get_compute_end`, `advance_transfers`, `get_late_load_errors`,
+    `KVConnectorMetadata.is_idle`, `default_load_failure_policy`, and what `interlace check` is told
+    by `kv_is_synthetic`, `check_setup`, `store_fault_kinds` and `inject_store_fault`.
     """
 
     kv_is_synthetic: bool = False
@@ -344,6 +344,17 @@ class KVConnectorBase_V1(ABC):  # noqa: N801 - the protocol's name
         CPU does. An extension of the protocol.
         """
         return False
+
+    def get_late_load_errors(self) -> set[int]:
+        """Blocks that the step loaded within itself and that turn out to be bad.
+
+        When the step's tokens have come, before anybody sees them, and only of a step that loads
+        within itself. On a GPU `get_block_ids_with_load_errors` is asked when all is queued, and a
+        load whose content is checked there is not known to be good by then. What the answer names
+        is as if it had been named there. May wait for the end of the check. An extension of the
+        protocol.
+        """
+        return set()
 
     # ---------------------------------------------------------------- scheduler side
     # All on the event loop, while it plans or applies a step.

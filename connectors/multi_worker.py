@@ -210,6 +210,12 @@ class MultiWorkerSide(KVConnectorBase_V1):
         """Of all children; whether any has more."""
         return any(self._each_awake("advance_transfers", lambda c: c.advance_transfers()))
 
+    def get_late_load_errors(self) -> set[int]:
+        """Of all children."""
+        return set().union(
+            *self._each_awake("get_late_load_errors", lambda c: c.get_late_load_errors())
+        )
+
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """Loads that their own child has ended, and requests that every child is done with."""
 

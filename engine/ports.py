@@ -330,6 +330,10 @@ class WorkerConnector(Protocol):
         """Blocks that a load promised and did not fill."""
         ...
 
+    def get_late_load_errors(self) -> set[int]:
+        """Blocks that the step loaded and that are bad, now that its tokens have come."""
+        ...
+
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         """Statistics since the last call."""
         ...

@@ -180,10 +180,7 @@ class KVHooks:
             case _:
                 rule = "(set of request ids or None, set of request ids or None)"
                 raise self._broken("get_finished", ended, rule)
-        invalid = self._call("get_block_ids_with_load_errors")
-        if not self._are_block_ids(invalid):
-            rule = f"a set of block ids, which are whole numbers from 1 to {self._num_blocks - 1}"
-            raise self._broken("get_block_ids_with_load_errors", invalid, rule)
+        invalid = self._invalid_of("get_block_ids_with_load_errors")
         stats = self._checked("get_kv_connector_stats", KVConnectorStats)
         events = self._checked("get_kv_connector_kv_cache_events", KVConnectorKVEvents)
         meta = self._checked("build_connector_worker_meta", KVConnectorWorkerMetadata)
@@ -198,7 +195,7 @@ class KVHooks:
             kv_connector_stats=stats,
             kv_cache_events=events,
             kv_connector_worker_meta=meta,
-            invalid_block_ids=set(invalid) | self._failed_blocks,
+            invalid_block_ids=invalid | self._failed_blocks,
         )
         return None if reports.is_empty() else reports
 
@@ -213,6 +210,21 @@ class KVHooks:
         if isinstance(answer, bool):
             return answer
         raise self._broken("advance_transfers", answer, "True or False")
+
+    def late_load_errors(self) -> set[int]:
+        """The tokens of a step that loads within itself have come: blocks that are bad.
+
+        Raises: `ConnectorError`.
+        """
+        return self._invalid_of("get_late_load_errors")
+
+    def _invalid_of(self, hook: str) -> set[int]:
+        """A copy of what the hook answers. Raises: `ConnectorError`."""
+        invalid = self._call(hook)
+        if not self._are_block_ids(invalid):
+            rule = f"a set of block ids, which are whole numbers from 1 to {self._num_blocks - 1}"
+            raise self._broken(hook, invalid, rule)
+        return set(invalid)
 
     def _are_block_ids(self, answer: object) -> bool:
         """Whether it is a set of ids that blocks of the pool have; the null block is nobody's."""

@@ -94,7 +94,8 @@ class ModelRunner:
         if sampling:
             logits = self.decoder.logits(hidden)
             output = sample_requests(logits, [requests[i] for i in sampling], self._eos_token_ids)
-        return workers.with_reports(output, workers.collect(scheduler_output))
+        reports = workers.collect(scheduler_output)
+        return workers.with_reports(output, reports, workers.late_load_errors(scheduler_output))
 
     def close(self) -> None:
         """Let the connectors end; drop pages and requests."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 
@@ -172,10 +172,27 @@ class Workers:
         # With one worker there is nothing to count, and the scheduler knows strays better.
         return reports[0] if reports else None
 
+    def late_load_errors(self, output: SchedulerOutput) -> set[int]:
+        """When the step's tokens have come: blocks of its own loads that turn out to be bad.
+
+        Raises: `ConnectorError`.
+        """
+        if not output.loading_block_ids:
+            return set()
+        return set().union(*(hooks.late_load_errors() for hooks in self._hooks))
+
     def with_reports(
-        self, output: ModelRunnerOutput, reports: KVConnectorOutput | None
+        self,
+        output: ModelRunnerOutput,
+        reports: KVConnectorOutput | None,
+        late_errors: Collection[int] = (),
     ) -> ModelRunnerOutput:
-        """A step's output with what its connectors reported, `collect`ed or of `no_forward`."""
+        """A step's output with what its connectors reported, `collect`ed or of `no_forward`, and
+        `late_load_errors`."""
+        if late_errors:
+            reports = KVConnectorOutput() if reports is None else reports
+            invalid = reports.invalid_block_ids.union(late_errors)
+            reports = dataclasses.replace(reports, invalid_block_ids=invalid)
         num_strays = self._aggregator.take_num_strays()
         if reports is None and num_strays == 0:
             return output

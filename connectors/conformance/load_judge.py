@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from interlace.connectors.conformance.hook_calls import HookCall
 from interlace.connectors.conformance.load_examiner import LoadExaminer, Suspect
 from interlace.connectors.conformance.load_ledger import Load, LoadLedger
@@ -20,7 +22,8 @@ class LoadJudge(Detector):
     """Within a step when `wait_for_layer_load` returns, or when `start_load_kv` does if the step is
     one CUDA graph; else when the load is reported as received.
 
-    Verdicts fall when the worker has said which blocks are lost; of a load from the back, when the
+    Verdicts fall when the worker has said which blocks are lost, of a load within the step when it
+    has been asked for late ones; of a load from the back, when the
     connector has heard of its end too, and has told the engine where it began.
     """
 
@@ -30,6 +33,7 @@ class LoadJudge(Detector):
             "wait_for_layer_load",
             "get_finished",
             "get_block_ids_with_load_errors",
+            "get_late_load_errors",
             "get_compute_end",
             "update_connector_output",
             "build_connector_meta",
@@ -73,7 +77,9 @@ class LoadJudge(Detector):
             case "get_finished" if call.error is None:
                 self._end_of_async(call)
             case "get_block_ids_with_load_errors" if call.error is None:
-                self._verdict(call)
+                self._verdict(call, self._received.pop(call.rank, []))
+            case "get_late_load_errors" if call.error is None:
+                self._verdict(call, self._ledger.running_step_loads(call.rank))
             case "update_connector_output":
                 self._heard |= (call.args[0].finished_recving or set()) & self._undecided.keys()
             case "get_compute_end" if call.error is None:
@@ -118,10 +124,9 @@ class LoadJudge(Detector):
 
     # ---------------------------------------------------------------- judging
 
-    def _verdict(self, call: HookCall) -> None:
-        """Of the loads that end with this step on that worker."""
-        received = self._received.pop(call.rank, [])
-        for load in (*self._ledger.running_step_loads(call.rank), *received):
+    def _verdict(self, call: HookCall, loads: Iterable[Load]) -> None:
+        """Of loads that end with this step on that worker: those beside the steps, or within it."""
+        for load in loads:
             if load.is_from_the_back:
                 self._undecided.setdefault(load.request.request_id, []).append((call, load))
                 self._ledger.end(load, call.rank, is_complete=False)

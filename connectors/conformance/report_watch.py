@@ -13,7 +13,12 @@ class ReportWatch(Detector):
     """Ids and blocks that worker sides report. Told after the ledger, which knows what goes on."""
 
     hooks = frozenset(
-        ("update_state_after_alloc", "get_finished", "get_block_ids_with_load_errors")
+        (
+            "update_state_after_alloc",
+            "get_finished",
+            "get_block_ids_with_load_errors",
+            "get_late_load_errors",
+        )
     )
 
     def __init__(
@@ -44,7 +49,7 @@ class ReportWatch(Detector):
                 self._told_of_end[call.rank] |= call.args[0]
                 self._check_sent(call, call.answer[0] or ())
                 self._check_received(call, call.answer[1] or ())
-            case "get_block_ids_with_load_errors":
+            case "get_block_ids_with_load_errors" | "get_late_load_errors":
                 self._check_invalid(call, call.answer)
 
     def _forget_earlier_load(self, request_id: str) -> None:

@@ -192,7 +192,8 @@ class GpuRunner:
 
         def finish() -> ModelRunnerOutput:
             self._advance_transfers(end)
-            return workers.with_reports(result(), reports)
+            output = result()
+            return workers.with_reports(output, reports, workers.late_load_errors(scheduler_output))
 
         return finish
 

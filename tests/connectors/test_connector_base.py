@@ -145,7 +145,7 @@ def test_nothing_else_is_public() -> None:
     extensions = {"lanes", "kv_is_synthetic", "check_setup", "store_fault_kinds"}
     extensions |= {"inject_store_fault", "bind_gpu_block_pool"}
     extensions |= {"get_layer_gates", "get_compute_end", "default_load_failure_policy"}
-    extensions |= {"advance_transfers"}
+    extensions |= {"advance_transfers", "get_late_load_errors"}
     assert own - properties - extensions == {
         name for name in (*SIGNATURES, *CLASS_METHODS) if not name.startswith("_")
     }
@@ -166,6 +166,7 @@ def test_the_defaults_do_nothing() -> None:
     assert connector.get_finished({"a"}) == (None, None)
     assert connector.get_block_ids_with_load_errors() == set()
     assert connector.advance_transfers() is False
+    assert connector.get_late_load_errors() == set()
     assert connector.request_finished(request, [1]) == (False, None)
     assert tuple(connector.take_events()) == ()
     assert connector.prefer_cross_layer_blocks is False

@@ -108,6 +108,14 @@ def test_all_children_may_move_their_transfers_on(
     assert asked == [0, 1]
 
 
+def test_late_load_errors_are_those_of_all_children(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, worker = sides_of(talker(), talker())
+    for child in worker._children:
+        late = {1 + child.index, 7}
+        monkeypatch.setattr(child.connector, "get_late_load_errors", functools.partial(set, late))
+    assert worker.get_late_load_errors() == {1, 2, 7}
+
+
 def test_what_is_registered_reaches_all_children() -> None:
     scheduler, worker = sides_of(talker(), talker())
     pages = {"layer": object()}

@@ -63,6 +63,9 @@ class Watched:
         self.on_start: Callable[[ForwardContext], None] = lambda context: None
         self.advances: list[object] = []
         """What `advance_transfers` answers, before it has nothing more to do."""
+        self.late: Any = set()
+        """What `get_late_load_errors` answers."""
+        self.num_late_questions = 0
 
     def get_layer_gates(self) -> Gates | None:
         return self.gates
@@ -79,6 +82,11 @@ class Watched:
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         return set()
+
+    def get_late_load_errors(self) -> Any:
+        assert "advance_transfers" in self.log, "the step is waited for first"
+        self.num_late_questions += 1
+        return self.late
 
     def advance_transfers(self) -> Any:
         self.log.append("advance_transfers")
@@ -222,6 +230,26 @@ def test_a_load_that_raises_leaves_its_blocks_invalid_and_the_step_goes_on(kit: 
     assert output.kv_connector_output is not None
     assert output.kv_connector_output.invalid_block_ids == {1}
     assert kit.log.count("upload") == 1
+
+
+def test_what_turns_out_bad_when_the_tokens_have_come_is_reported_with_them(kit: Kit) -> None:
+    kit.connector.late = {1, 3}
+    output = kit.step(**LOADS)
+    assert output.kv_connector_output is not None
+    assert output.kv_connector_output.invalid_block_ids == {1, 3}
+    assert kit.connector.num_late_questions == 1
+
+
+def test_nobody_asks_for_late_errors_of_a_step_that_loads_nothing(kit: Kit) -> None:
+    kit.step()
+    assert kit.connector.num_late_questions == 0
+
+
+@pytest.mark.parametrize("answer", [None, {0}, {99}, [1], {"1"}])
+def test_late_errors_that_are_no_blocks_are_refused(answer: Any, kit: Kit) -> None:
+    kit.connector.late = answer
+    with pytest.raises(ConnectorError, match="get_late_load_errors answered"):
+        kit.step(**LOADS)
 
 
 class Graph:
