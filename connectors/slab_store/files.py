@@ -12,14 +12,28 @@ _MOST_BYTES = 1 << 30
 
 def read_at(fd: int, buffer: memoryview, offset: int) -> int:
     """Fill `buffer`, bytes, from `offset` on; how many bytes there were. Raises: `OSError`."""
+    return read_all_at(fd, [buffer], offset)
+
+
+def read_all_at(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+    """Fill these, bytes, with what lies from `offset` on, one behind the other, in as few calls as
+    may be; how many bytes there were. At most 1,024 buffers. Raises: `OSError`."""
+    left = [buffer[first : first + _MOST_BYTES] for buffer in buffers for first in _firsts(buffer)]
     num_read = 0
-    while num_read < len(buffer):
-        part = buffer[num_read : num_read + _MOST_BYTES]
-        added = os.preadv(fd, [part], offset + num_read)
+    while left:
+        added = os.preadv(fd, left, offset + num_read)
         if not added:
             break
         num_read += added
+        while left and added >= len(left[0]):
+            added -= len(left.pop(0))
+        if added:
+            left[0] = left[0][added:]
     return num_read
+
+
+def _firsts(buffer: memoryview) -> range:
+    return range(0, len(buffer), _MOST_BYTES)
 
 
 def write_at(fd: int, buffers: Sequence[memoryview], offset: int) -> None:

@@ -95,13 +95,23 @@ class StoredBlocks:
         self.refresh()
         return sum(1 for _ in itertools.takewhile(self.__contains__, block_hashes))
 
+    def find(self, block_hash: bytes) -> Place | None:
+        """Where the block lies, as far as is known, if it is worth a try."""
+        if self._avoided and self._is_avoided(block_hash):
+            return None
+        return self._catalog.find(block_hash)
+
+    def use(self, block_hashes: Sequence[bytes]) -> None:
+        """These are loaded: they count as used, here and for all who share the store."""
+        self._catalog.use(block_hashes)
+
     def places(self, block_hashes: Sequence[bytes]) -> list[Place] | None:
         """Where these lie, for a load of them; None if one has gone meanwhile. They count as used,
         here and for all who share the store."""
         found = [self._catalog.find(block_hash) for block_hash in block_hashes]
         if None in found:
             return None
-        self._catalog.use(block_hashes)
+        self.use(block_hashes)
         return [place for place in found if place is not None]
 
     def avoid(self, block_hash: bytes) -> None:

@@ -1,10 +1,10 @@
 """Reads records from slabs into memory, on lanes that may hang.
 
-Each record is one work, on the lane that has least to do; works of a lane run in order. What a read
-brings is checked before it counts. A lane on which nothing ends for the deadline is given up: all
-of its reads have failed, and later ones go to a fresh lane. The read under way there may still
-write into its buffer, whenever the system lets go of it: so a read is *settled*, and its buffer may
-be used again, only when its call has returned.
+A work reads some records, on the lane that has least to do; works of a lane run in order. What a
+read brings is checked before it counts, unless somebody else does that. A lane on which nothing
+ends for the deadline is given up: all of its reads have failed, and later ones go to a fresh lane.
+The read under way there may still write into its buffer, whenever the system lets go of it: so a
+read is *settled*, and its buffer may be used again, only when its call has returned.
 
 All methods are for one thread; works run on the lanes.
 """
@@ -14,9 +14,9 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -30,6 +30,13 @@ from interlace.layers.lane_queue import without_frames
 
 MOST_KNOWN = 1024
 """Slabs whose headers are remembered; the oldest are forgotten."""
+WORK_BYTES = 16 << 20
+"""Of one work, or one record. A work takes who submits it 30 to 60 us, and between two calls of the
+system a thread has to wait for the interpreter, as all others then have to wait for it."""
+MOST_OF_WORK = 8
+"""Records: they hang together, and fail together."""
+Buffer: TypeAlias = npt.NDArray[np.uint8]
+"""uint8 [record_bytes], contiguous."""
 
 
 class KnownSlabs:
@@ -73,6 +80,7 @@ class Read:
         self.place = place
         self.error: BaseException | None = None
         """Why it failed; None until it has."""
+        self.is_cancelled = False
         self._gate: Gate | None = None
 
     def follow(self, gate: Gate) -> None:
@@ -83,6 +91,12 @@ class Read:
         """For `Reads`: nothing comes of it."""
         self.error = self.error or error
 
+    def cancel(self) -> None:
+        """Nobody needs it: it is not begun any more. If it has begun it has failed, and goes on."""
+        if not self.is_done:
+            self.is_cancelled = True
+            self.fail(ConnectorError("the read was cancelled: what it was for was computed."))
+
     @property
     def is_done(self) -> bool:
         """Whether it has ended, well or badly."""
@@ -92,6 +106,13 @@ class Read:
     def is_settled(self) -> bool:
         """Whether it writes into its buffer no more."""
         return self._gate is None or self._gate.query()
+
+
+class _Part(NamedTuple):
+    """Of a work."""
+
+    read: Read
+    buffer: Buffer
 
 
 class _ReadLane:
@@ -114,9 +135,12 @@ class Reads:
         *,
         num_lanes: int,
         deadline_s: float,
+        checks: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`deadline_s`: how long the oldest read of a lane may take, by `clock`, in seconds."""
+        """`deadline_s`: how long the oldest read of a lane may take, by `clock`, in seconds.
+        `checks`: whether what has come is compared with its checksum."""
+        self._checks = checks
         self._slabs = slabs
         self._lanes = lanes
         self._deadline_s = deadline_s
@@ -140,23 +164,39 @@ class Reads:
         self.poll()
         return not self._stuck and not any(one.reads for one in self._busy)
 
-    def read(self, place: StoredPlace, buffer: npt.NDArray[np.uint8]) -> Read:
-        """Read a record into `buffer`, uint8 [record_bytes], contiguous, which is nobody else's
-        until the read is settled. Never raises: see `Read.error`."""
+    def read(self, place: StoredPlace, buffer: Buffer) -> Read:
+        """Read one record: see `read_all`."""
+        (one,) = self.read_all([(place, buffer)])
+        return one
+
+    def read_all(self, wanted: Sequence[tuple[StoredPlace, Buffer]]) -> list[Read]:
+        """Read each record into its buffer, which is nobody else's until the read is settled; the
+        first ones first. Never raises: see `Read.error`."""
         self.poll()
-        one = Read(place)
+        reads = [Read(place) for place, _ in wanted]
+        record_bytes = wanted[0][1].nbytes if wanted else 1
+        size = min(max(1, WORK_BYTES // record_bytes), MOST_OF_WORK)
+        for first in range(0, len(reads), size):
+            part = slice(first, first + size)
+            buffers = (buffer for _, buffer in wanted[part])
+            self._submit(list(map(_Part, reads[part], buffers)))
+        return reads
+
+    def _submit(self, work: Sequence[_Part]) -> None:
+        reads = [part.read for part in work]
         lane = min(self._busy, key=lambda busy: len(busy.reads))
         if not lane.reads:
             lane.since_s = self._clock()
         try:
-            gate = lane.lane.submit(lambda: self._run(one, buffer))
+            gate = lane.lane.submit(lambda: self._run(work))
         except (LaneFullError, LaneClosedError) as error:
-            one.fail(error)
-            self._count([one])
-            return one
-        one.follow(gate)
-        lane.reads.append(one)
-        return one
+            for one in reads:
+                one.fail(error)
+            self._count(reads)
+            return
+        for one in reads:
+            one.follow(gate)
+        lane.reads += reads
 
     def poll(self) -> None:
         """Take note of what has ended, and give up on lanes that hang. Never waits."""
@@ -184,7 +224,8 @@ class Reads:
 
     def _count(self, ended: Iterable[Read], late: BaseException | None = None) -> None:
         """Each read is counted once. `late` is the error of those that were given up."""
-        for error in [one.error for one in ended if one.error is not None]:
+        failed = [one for one in ended if one.error is not None and not one.is_cancelled]
+        for error in [one.error for one in failed]:
             counts = self._counts
             if error is late:
                 self._counts = counts._replace(late=counts.late + 1)
@@ -201,19 +242,46 @@ class Reads:
         ]
         return all(ended)
 
-    def _run(self, one: Read, buffer: npt.NDArray[np.uint8]) -> None:
+    def _run(self, work: Sequence[_Part]) -> None:
         """On a lane."""
-        if one.error is not None:
+        left = [part for part in work if part.read.error is None]
+        while left:
+            run = left[:1] if self._checks else _neighbours(left)
+            left = left[len(run) :]
+            try:
+                self._read(run)
+            except Exception as error:  # noqa: BLE001 - whatever it is, nothing has come
+                for part in run:
+                    part.read.fail(without_frames(error, "of a read"))
+
+    def _read(self, run: Sequence[_Part]) -> None:
+        """Neighbours. Raises: `OSError`, `DamagedSlabError`."""
+        place = run[0].read.place
+        slab = self._slabs.get(place.slab)
+        shape = slab.header.shape
+        if shape.record_bytes != run[0].buffer.nbytes:
+            raise DamagedSlabError(f"{place.slab} has records of another size")
+        if self._checks:
+            entry = Entry(place.record, NO_PARENT, NO_PARENT, place.checksum, 0)
+            slab.read(entry, run[0].buffer)
             return
-        place = one.place
-        entry = Entry(place.record, NO_PARENT, NO_PARENT, place.checksum, 0)
-        try:
-            slab = self._slabs.get(place.slab)
-            if slab.header.shape.record_bytes != buffer.nbytes:
-                raise DamagedSlabError(f"{place.slab} has records of another size")
-            slab.read(entry, buffer)
-        except Exception as error:  # noqa: BLE001 - whatever it is, nothing has come
-            one.fail(without_frames(error, "of a read"))
+        if shape.pitch != shape.record_bytes and len(run) > 1:
+            for part in run:
+                self._read([part])
+            return
+        num_whole = slab.read_run(place.record, [part.buffer for part in run])
+        for part in run[num_whole:]:
+            part.read.fail(DamagedSlabError(f"{place.slab} is cut off"))
+
+
+def _neighbours(parts: Sequence[_Part]) -> Sequence[_Part]:
+    """The first ones, as long as each lies behind the one before."""
+    first = parts[0].read.place
+    for number, part in enumerate(parts):
+        place = part.read.place
+        if (place.slab, place.record) != (first.slab, first.record + number):
+            return parts[:number]
+    return parts
 
 
 def _settle(lane: _ReadLane, now_s: float) -> list[Read]:

@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
+import random
 import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
-from slab_kit import PATIENCE_S, RECORD_BYTES, WritingKit, record
+from slab_kit import (
+    PATIENCE_S,
+    RECORD_BYTES,
+    SPACE,
+    WritingKit,
+    block_hash,
+    header,
+    record,
+)
 
 from interlace.connectors.slab_store import slab as slab_module
 from interlace.connectors.slab_store.files import read_at
 from interlace.connectors.slab_store.layout import DamagedSlabError
 from interlace.connectors.slab_store.reading import KnownSlabs, Read, ReadCounts, Reads
+from interlace.connectors.slab_store.slab import Slab
+from interlace.connectors.slab_store.slab_writer import NewRecord, SlabWriter
+from interlace.connectors.slab_store.space import Space
 from interlace.connectors.slab_store.writing import StoredPlace
 from interlace.engine.errors import ConnectorError
 from interlace.layers.lanes import ThreadLanes
@@ -166,3 +179,72 @@ def test_after_the_end_nothing_is_read(stored: Stored) -> None:
     assert one.is_done
     assert one.error is not None
     assert set(buffer.tolist()) == {0xEE}
+
+
+# ---------------------------------------------------------------- many at once
+
+
+PAGED = dataclasses.replace(SPACE, page_bytes=4096)
+"""Records of whole pages lie one behind the other."""
+
+
+@pytest.mark.parametrize("space", [SPACE, PAGED])
+@pytest.mark.parametrize("checks", [True, False])
+@pytest.mark.parametrize("seed", range(3))
+def test_all_of_many_come_back_whatever_their_order(
+    seed: int, checks: bool, space: Space, tmp_path: Path
+) -> None:
+    draw, generator = random.Random(seed), np.random.default_rng(seed)
+    shape = (40, space.record_bytes)
+    content = generator.integers(0, 256, shape, np.uint8)
+    places: list[StoredPlace] = []
+    for part in np.array_split(np.arange(40), 3):
+        writer = SlabWriter.create(tmp_path, header(14, space))
+        entries = writer.add([NewRecord(block_hash(i), None, content[i]) for i in part.tolist()])
+        writer.close()
+        places += [StoredPlace(writer.path.name, one.record, one.checksum) for one in entries]
+    order = list(range(40))
+    if seed:
+        draw.shuffle(order)
+    buffers = np.full(shape, 0xEE, np.uint8)
+    lanes = VirtualLanes(seed)
+    reads = Reads(KnownSlabs(tmp_path), lanes, num_lanes=3, deadline_s=5, checks=checks)
+    taken = reads.read_all([(places[i], buffers[i]) for i in order])
+    lanes.drain()
+    assert [one.error for one in taken] == [None] * 40
+    assert np.array_equal(buffers, content)
+
+
+@pytest.mark.parametrize("checks", [True, False])
+def test_of_many_the_damaged_ones_fail(checks: bool, tmp_path: Path) -> None:
+    """A file that was cut off within a record, and one that has gone."""
+    content = np.random.default_rng(1).integers(0, 256, (12, PAGED.record_bytes), np.uint8)
+    places: list[StoredPlace] = []
+    paths: list[Path] = []
+    for first in (0, 4, 8):
+        writer = SlabWriter.create(tmp_path, header(4, PAGED))
+        new = [NewRecord(block_hash(first + i), None, content[first + i]) for i in range(4)]
+        places += [
+            StoredPlace(writer.path.name, one.record, one.checksum) for one in writer.add(new)
+        ]
+        paths.append(writer.path)
+        writer.close()
+    slabs = KnownSlabs(tmp_path)
+    for place in places:
+        slabs.get(place.slab)
+    with Slab.open(paths[1]) as slab:
+        os.truncate(paths[1], slab.header.shape.record_at(2) + 100)
+    paths[2].unlink()
+    buffers = np.full(content.shape, 0xEE, np.uint8)
+    lanes = VirtualLanes(0)
+    reads = Reads(slabs, lanes, num_lanes=2, deadline_s=5, checks=checks)
+    taken = reads.read_all(list(zip(places, buffers, strict=True)))
+    lanes.drain()
+    kinds = [type(one.error) for one in taken]
+    assert kinds == [type(None)] * 6 + [DamagedSlabError] * 2 + [FileNotFoundError] * 4
+    assert np.array_equal(buffers[:6], content[:6])
+
+
+def test_nothing_is_read_of_nothing(stored: Stored) -> None:
+    assert stored.reads.read_all([]) == []
+    assert stored.reads.is_idle
