@@ -6,9 +6,10 @@
 
 **What it stores**: every full block of prompts and answers, as a record over all layers, in
 `host_bytes` of host memory that is pinned beside a GPU. Records go least recently used first, of a
-prefix its tail first. Nothing survives the engine.
-For a request with `kv_transfer_params={"skip_save": True}` nothing is stored, for one with
-`{"skip_load": True}` nothing is loaded.
+prefix its tail first. With `{"store": "file", "path": DIR}` also in files, which survive the engine
+and may be shared (`slab_store/`): a GPU copies from those that lie in the page cache directly, and
+others are read into host memory. For a request with `kv_transfer_params={"skip_save": True}`
+nothing is stored, for one with `{"skip_load": True}` nothing is loaded.
 
 **When it loads**: `load_mode` says, or per request the rates measured on this machine. Within the
 step, layer by layer: the request computes at once, and each group of layers (`group_size`) waits at
@@ -46,6 +47,11 @@ Read on in this order:
     pipeline/worker_backward.py  the same from the back, with a share that may change
     pipeline/worker_deadlines.py what happens when a copy does not return
     pipeline/records.py          the host memory
+    pipeline/sched_files.py      files: what is read, copied from directly, and written there
+    pipeline/worker_files.py     what is read before it is loaded, and written behind
+    pipeline/worker_bulk.py      a load beside the steps, as far as its reads have come
+    pipeline/worker_maps.py      files that a GPU copies from
+    pipeline/worker_checks.py    whether what has come is what was stored
 """
 
 from __future__ import annotations
@@ -284,6 +290,10 @@ class PipelineConnector(KVConnectorBase_V1):
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Blocks of loads whose copies failed."""
         return self._worker.take_invalid()
+
+    def get_late_load_errors(self) -> set[int]:
+        """Blocks that came out of mapped files other than they were stored."""
+        return self._worker.take_late_invalid()
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         """Saves and loads that have ended, and how long things took."""

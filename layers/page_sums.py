@@ -29,9 +29,9 @@ class BlockSums:
     _used: tuple[torch.Tensor, ...] = ()
     """Kept until then."""
 
-    def values(self) -> list[int]:
+    def values(self) -> NDArray[np.uint64]:
         """Of each block, modulo 2^64."""
-        found: list[int] = self._host.numpy().view(np.uint64).tolist()
+        found: NDArray[np.uint64] = self._host.numpy().view(np.uint64)
         return found
 
 
@@ -80,7 +80,7 @@ class PageSums:
             and len(places) == 1
         )
 
-    def of(self, blocks: Sequence[int]) -> BlockSums:
+    def of(self, blocks: Sequence[int] | NDArray[np.int64]) -> BlockSums:
         """Sums of these blocks, one at least, as the current stream finds them."""
         if self._is_host:
             return BlockSums(self._on_host(blocks))
@@ -100,7 +100,7 @@ class PageSums:
         write_words(sums.view(torch.int32), host.view(torch.int32), 2 * count)
         return BlockSums(host, (numbers, on_device, sums))
 
-    def _on_host(self, blocks: Sequence[int]) -> torch.Tensor:
+    def _on_host(self, blocks: Sequence[int] | NDArray[np.int64]) -> torch.Tensor:
         sums = torch.empty(len(blocks), dtype=torch.int64)
         found = sums.numpy().view(np.uint64)
         for place, block in enumerate(blocks):

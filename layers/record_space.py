@@ -4,7 +4,7 @@ Records have numbers. Those in host memory come first; what is mapped gets numbe
 a gap before them, so that records of two mappings are never neighbours. A number is never used
 again, so who still has an old one finds nothing.
 
-Device thread.
+Device thread; `unmap` on any, if nobody uses what it unmaps.
 """
 
 from __future__ import annotations

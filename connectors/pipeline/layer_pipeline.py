@@ -34,6 +34,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from interlace.connectors.pipeline.layer_groups import LayerGroups
 from interlace.connectors.pipeline.worker_backward import BackwardTransfer
+from interlace.connectors.pipeline.worker_checks import LoadCheck
 from interlace.connectors.pipeline.worker_deadlines import PatientFeeder
 from interlace.connectors.pipeline.worker_feeder import Copies, FedTransfer, Visit
 from interlace.connectors.pipeline.worker_joint_save import SavePart, joint_saves
@@ -49,6 +50,7 @@ from interlace.engine.ports import Gate, Lanes, LayerGates
 from interlace.layers.cuda_gates import GraphGate
 from interlace.layers.cuda_lanes import CudaLane, CudaLanes
 from interlace.layers.page_copies import PageCopies, Run
+from interlace.layers.record_space import RecordSpace
 
 if TYPE_CHECKING:
     import torch
@@ -86,7 +88,9 @@ class LaneCopies(NamedTuple):
     store: Copies
 
     @classmethod
-    def over(cls, records: torch.Tensor, layers: Sequence[torch.Tensor]) -> LaneCopies:
+    def over(
+        cls, records: torch.Tensor | RecordSpace, layers: Sequence[torch.Tensor]
+    ) -> LaneCopies:
         """Between these records and pages: see `PageCopies`. Raises: `ConnectorError`."""
         beside = PageCopies.beside_compute(records, layers)
         return cls(PageCopies.within_steps(records, layers), beside, beside)
@@ -191,19 +195,25 @@ class LayerPipeline:
     # ---------------------------------------------------------------- within the step
 
     def submit_load(
-        self, parts: Sequence[Sequence[Run]], step_id: int, *, by_layer: bool = False
+        self,
+        parts: Sequence[Sequence[Run]],
+        step_id: int,
+        *,
+        by_layer: bool = False,
+        checks: Sequence[LoadCheck | None] = (),
     ) -> PipelinedLoad:
         """Load the runs of all parts within step `step_id`, and arm its gates.
 
         With `by_layer`, for a step that calls `wait` for each layer, a stream takes what the first
         layers need now, and the rest as `wait` comes along: so the step is launched sooner. Then no
-        captured graph may wait for the gates.
+        captured graph may wait for the gates. `checks`, of each part, are queued behind the last
+        layer: see `PipelinedLoad.check_gate`.
 
         The load before must be done, or its step over. What goes wrong is in `errors`, part by
         part; never raises for it.
         """
         runs = [tuple(part) for part in parts]
-        load = PipelinedLoad(self._copies, runs, self._groups, self.watch)
+        load = PipelinedLoad(self._copies, runs, self._groups, self.watch, checks)
         self._load = load
         if self._compute is not None:
             # What was queued before may still write to the blocks: zeros, for instance.
@@ -223,6 +233,8 @@ class LayerPipeline:
             return
         try:
             self._submit_groups(load, range(len(load.gates), end))
+            if load.has_checks and len(load.gates) == load.num_groups:
+                load.check_gate = self._lane.submit(load.queue_checks)
         except (LaneFullError, LaneClosedError) as error:
             self._give_up(load, error)
 
@@ -283,7 +295,7 @@ class LayerPipeline:
         """The step is over: `errors` of its load are final when this returns.
 
         On a GPU they are so when all is submitted. Elsewhere the host waits for what no layer has
-        waited for.
+        waited for. Whether what came is good is another question: see `wait_for_checks`.
 
         Raises: `ConnectorError` if a copy has not returned for twice the deadline. It may write to
         its blocks whenever it does, and nobody keeps those: nothing may be computed any more.
@@ -299,28 +311,58 @@ class LayerPipeline:
                 " what holds up the host's memory or its store."
             )
 
+    def wait_for_checks(self, load: PipelinedLoad) -> set[int]:
+        """When the step's tokens have come: blocks of its load whose content is bad, once. On a GPU
+        it waits for as long as all of the load takes to be read from the device's own memory, less
+        what the step computed behind its last layer's load."""
+        gate = load.check_gate
+        if gate is None:
+            return set()
+        if not gate.wait(self._deadline_s) or gate.error is not None:
+            error = ConnectorError(
+                f"what was loaded was not checked within {self._deadline_s:g} s ({gate.error}): it"
+                " is computed instead."
+            )
+            self._give_up(load, error)
+            return set()
+        return load.judge_checks()
+
     # ---------------------------------------------------------------- beside the steps
 
     def submit_bulk(
-        self, runs: Sequence[Run], *, window_bytes: int = 0, begins_now: bool = True
+        self,
+        runs: Sequence[Run],
+        *,
+        after: Gate | None = None,
+        window_bytes: int = 0,
+        begins_now: bool = True,
+        check: LoadCheck | None = None,
     ) -> FedTransfer:
-        """Load these beside the steps, behind the loads that came before. `window_bytes` of it may
-        be queued, if the pipeline's own window is smaller: who polls once a step leaves the link
-        idle else. Unless it `begins_now` it does with the next visit that feeds: see `poll`.
+        """Load these beside the steps, behind the loads that came before, and behind `after`; None:
+        behind all that steps have queued so far. `window_bytes` of it may be queued, if the
+        pipeline's own window is smaller: who polls once a step leaves the link idle else. Unless it
+        `begins_now` it does with the next visit that feeds: see `poll`. `check` comes last.
 
         Raises: `ConnectorError` if `runs` do not fit.
         """
-        load = self._bulk.add(tuple(runs), self.record_compute(), window_bytes=window_bytes)
+        after = self.record_compute() if after is None else after
+        load = self._bulk.add(tuple(runs), after, window_bytes=window_bytes)
+        load.check = check
         if begins_now:
             self.poll()
         return load
 
     def submit_from_the_back(
-        self, runs: Sequence[Run], share: int, window_bytes: int
+        self,
+        runs: Sequence[Run],
+        share: int,
+        window_bytes: int,
+        check: LoadCheck | None = None,
+        available: int | None = None,
     ) -> BackwardTransfer:
         """Load the last `share` blocks of these beside the steps, the last ones first, behind the
         loads that came before. `window_bytes` of it may be queued, if the pipeline's own window is
-        smaller: somebody waits for it.
+        smaller: somebody waits for it. `available`: see `set_available`; None: all.
 
         Raises: `ConnectorError` if `runs` do not fit.
         """
@@ -331,7 +373,9 @@ class LayerPipeline:
             after=self.record_compute(),
             window_bytes=max(window_bytes, self._bulk.window_bytes),
             watch=self.watch,
+            available=available,
         )
+        load.check = check
         self._bulk.append(load)
         self.poll(Visit.BEFORE_FORWARD)
         return load
@@ -341,6 +385,11 @@ class LayerPipeline:
         load.set_share(share)
         self._bulk.append(load)
         self.poll(Visit.BEFORE_FORWARD)
+
+    def set_available(self, load: BackwardTransfer, num_blocks: int) -> None:
+        """So many blocks, from the back, may be loaded by now: see `BackwardTransfer`."""
+        load.set_available(num_blocks)
+        self._bulk.append(load)
 
     def submit_save(self, runs: Sequence[Run], after: Gate | None = None) -> FedTransfer:
         """Save these beside the steps, when `after`, a gate of `record_compute`, has opened.

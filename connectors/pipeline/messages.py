@@ -7,6 +7,7 @@ The worker side copies between records and blocks as it is told, and says when i
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from interlace.connectors.slab_store.writing import StoredPlace
@@ -22,6 +23,16 @@ class Fetch(NamedTuple):
 
     record: int
     place: StoredPlace
+
+
+class MappedRecords(NamedTuple):
+    """Records of a slab that is registered: loaded from where they lie, as those in memory are."""
+
+    slab: str
+    """Name of the file in the space's folder."""
+    first: int
+    """The number of its record 0; the others follow."""
+    num_records: int
 
 
 class StorePart(NamedTuple):
@@ -70,6 +81,9 @@ class Load:
     """Of these records of `runs`, which are nobody's until then."""
     missing: tuple[int, ...] = ()
     """Block ids that were promised, and are in no run: what was to be loaded into them has gone."""
+    checksums: Mapping[int, int] = dataclasses.field(default_factory=dict)
+    """Record -> what it is to come to, of those of `runs` that lie in registered slabs: what has
+    come is checked."""
 
 
 class Share(NamedTuple):
@@ -121,6 +135,9 @@ class PipelineMetadata(KVConnectorMetadata):
     shares: tuple[Share, ...] = ()
     """News for loads of earlier steps; those that have ended are past it."""
     stores: tuple[StoreOrder, ...] = ()
+    closed: frozenset[str] = frozenset()
+    """Slabs that the worker side said were closing: no load of this step or a later one is from
+    there."""
     lost_loads: frozenset[int] = frozenset()
     """Loads of earlier steps whose blocks this step hands on: as with `fences`, and nothing is
     reported of them but their end in `loaded`."""
@@ -182,14 +199,21 @@ class PipelineReport(KVConnectorWorkerMetadata):
     stored: frozenset[int] = frozenset()
     """Store orders that read their records no more, whether they were written or not."""
     unfetched: frozenset[int] = frozenset()
-    """Records of the fetches of loads in `loaded` that could not be read."""
+    """Records of the fetches of loads in `loaded` that could not be read, or are damaged."""
+    unneeded: frozenset[int] = frozenset()
+    """Those of `unfetched` whose blocks were computed: nothing has failed."""
     damaged: frozenset[int] = frozenset()
-    """Those of them that will never be: what lies there is not what was written, or has gone."""
+    """Records of loads in `loaded`, fetched ones or of registered slabs, that are of no use: what
+    lies there is not what was written, or has gone."""
     fetches: tuple[LoadSample, ...] = ()
     unstored: frozenset[int] = frozenset()
     """Records of the orders in `stored` that were not written."""
     counts: tuple[tuple[str, int], ...] = ()
     """Names of `PipelineStats` that this side counts, and how many more since the last report."""
+    mapped: tuple[MappedRecords, ...] = ()
+    """Slabs that were registered."""
+    closing: frozenset[str] = frozenset()
+    """Registered slabs that are to go: see `PipelineMetadata.closed`."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> PipelineReport:
         """Both. There is one worker: only `MultiConnector` and empty steps bring two together."""
@@ -203,10 +227,13 @@ class PipelineReport(KVConnectorWorkerMetadata):
             self.loads + other.loads,
             self.stored | other.stored,
             self.unfetched | other.unfetched,
+            self.unneeded | other.unneeded,
             self.damaged | other.damaged,
             self.fetches + other.fetches,
             self.unstored | other.unstored,
             self.counts + other.counts,
+            self.mapped + other.mapped,
+            self.closing | other.closing,
         )
 
 
@@ -220,3 +247,5 @@ class PipelineHandshake(KVConnectorHandshakeMetadata):
     """Of one block over all layers."""
     load_bytes_per_s: float
     """Of a long copy from the records to the pages, measured; 0 if it was not."""
+    mapped: tuple[MappedRecords, ...] = ()
+    """Slabs that were registered by then."""

@@ -54,6 +54,9 @@ class PipelineOptions(Options):
     """That the store leaves free on its file system."""
     slab_bytes: int = 256 << 20
     """Of one file. Files are removed as wholes, to make room."""
+    registered_bytes: int = 4 << 30
+    """Of slabs that a GPU copies from directly, those used last: they are registered with it as
+    long as they lie in the page cache, which keeps them there. 0: all is read by the host."""
     store_threshold: int = 1
     """A block is written to a file when it is used so often: 1, when it is computed; 2, when it is
     loaded from memory for the first time, or where nothing stays there computed once more."""
@@ -74,6 +77,7 @@ class PipelineOptions(Options):
             self.require_int("capacity_bytes", 1)
         self.require_int("min_free_bytes", 0)
         self.require_int("slab_bytes", 1)
+        self.require_int("registered_bytes", 0)
         self.require_int("store_threshold", 1)
         self.require_number("read_deadline_s", 0.001, _LONGEST_S)
         self.require_int("host_bytes", 1)

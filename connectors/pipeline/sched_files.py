@@ -10,11 +10,11 @@ saved when it is found in its file, or is not written. Until then it is found in
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from interlace.connectors.pipeline.host_index import HostIndex
-from interlace.connectors.pipeline.messages import Fetch, StoreOrder, StorePart
+from interlace.connectors.pipeline.messages import Fetch, MappedRecords, StoreOrder, StorePart
 from interlace.connectors.pipeline.sched_stats import Counter
 from interlace.connectors.slab_store.catalog import Place
 from interlace.connectors.slab_store.lookup import StoredBlocks
@@ -24,6 +24,32 @@ _SHARE_OF_RECORDS = 4
 """No more than this part of all records waits to be written, and no load fetches more."""
 _LONGEST_ORDER = 64
 """Blocks of one order."""
+
+
+class Found(NamedTuple):
+    """A block that lies in a registered slab: loaded from there."""
+
+    record: int
+    place: Place
+
+
+NOTHING_AT_HAND: Mapping[bytes, Found] = {}
+
+
+class Stored(NamedTuple):
+    """How much of a request is stored."""
+
+    num_blocks: int
+    """From the first one on."""
+    num_fetched: int = 0
+    """Of these, what has to be read first."""
+    at_hand: Mapping[bytes, Found] = NOTHING_AT_HAND
+    """Of these, what lies in registered slabs."""
+
+    @property
+    def fetched_share(self) -> float:
+        """Of all of them."""
+        return self.num_fetched / self.num_blocks if self.num_blocks else 0.0
 
 
 class Taken(NamedTuple):
@@ -37,6 +63,8 @@ class Taken(NamedTuple):
     """The blocks of these, in the same order."""
     missing: tuple[bytes, ...]
     """What has no record: its file has gone since it was promised, or memory is full."""
+    mapped: tuple[Found, ...] = ()
+    """What is loaded from where it lies."""
 
 
 class _OpenFetch(NamedTuple):
@@ -63,6 +91,8 @@ class FileTier:
         self._index = index
         self._counter = counter
         self._most_of_load = self._most_open = max(1, index.num_records // _SHARE_OF_RECORDS)
+        self._mapped: dict[str, MappedRecords] = {}  # by slab
+        self._closed: set[str] = set()
         self._open_fetches: dict[int, _OpenFetch] = {}  # by record
         self._void: set[int] = set()  # records of those that are not to be stored in memory
         self._orders: list[StoreOrder] = []
@@ -76,6 +106,49 @@ class FileTier:
     def __contains__(self, block_hash: bytes) -> bool:
         """Whether the block lies in a file, as far as is known."""
         return block_hash in self._stored
+
+    # ---------------------------------------------------------------- registered slabs
+
+    def note_mapped(self, mapped: Iterable[MappedRecords], closing: Iterable[str] = ()) -> None:
+        """The worker side has registered slabs; nothing more is ordered from `closing` ones."""
+        self._mapped |= {one.slab: one for one in mapped}
+        for name in closing:
+            self._mapped.pop(name, None)
+            self._closed.add(name)
+
+    def take_closed(self) -> frozenset[str]:
+        """What the worker side is to be told of closing ones, once."""
+        closed, self._closed = frozenset(self._closed), set()
+        return closed
+
+    def look_up(self, block_hashes: Sequence[bytes]) -> Stored:
+        """How many of these, from the first on, are stored: in memory or in files. As far as is
+        known, until the next report of the worker side."""
+        most_fetched = self.most_fetched
+        index, find, mapped = self._index, self._stored.find, self._mapped
+        num_fetched = 0
+        at_hand: dict[bytes, Found] = {}
+        for count, block_hash in enumerate(block_hashes):
+            if block_hash in index:
+                continue
+            place = find(block_hash)
+            if place is None:
+                return Stored(count, num_fetched, at_hand)
+            of_slab = mapped.get(place.slab.name)
+            if of_slab is not None and place.entry.record < of_slab.num_records:
+                at_hand[block_hash] = Found(of_slab.first + place.entry.record, place)
+            elif num_fetched == most_fetched:
+                return Stored(count, num_fetched, at_hand)
+            else:
+                num_fetched += 1
+        return Stored(len(block_hashes), num_fetched, at_hand)
+
+    def settle_mapped(self, mapped: Iterable[Found], damaged: Container[int]) -> None:
+        """A load from these has ended."""
+        for found in mapped:
+            if found.record in damaged:
+                self._stored.lose(found.place.entry.block_hash, found.place)
+        self._counter.add("blocks_loaded_from_files", len(tuple(mapped)))
 
     def refresh(self) -> None:
         """Somebody asks: see what others have stored, if it is time for that."""
@@ -91,34 +164,44 @@ class FileTier:
         half = 2 * self._most_of_load - len(self._open_fetches)
         return max(0, min(self._most_of_load, half))
 
-    def take(self, block_hashes: Sequence[bytes]) -> Taken:
-        """For a load of these. `settle` is owed for what is fetched, and `HostIndex.unpin` for the
-        rest."""
+    def take(
+        self, block_hashes: Sequence[bytes], at_hand: Mapping[bytes, Found] = NOTHING_AT_HAND
+    ) -> Taken:
+        """For a load of these; `at_hand`: what was found in registered slabs when it was promised.
+        `settle` is owed for what is fetched, `settle_mapped` for what is mapped, and
+        `HostIndex.unpin` for the rest."""
         in_memory = [block_hash for block_hash in block_hashes if block_hash in self._index]
         records = dict(zip(in_memory, self._index.pin(in_memory), strict=True))
+        found = {one: at_hand[one] for one in block_hashes if one in at_hand and one not in records}
+        if found:
+            self._stored.use(list(found))
+            records |= {block_hash: one.record for block_hash, one in found.items()}
+        mapped = tuple(found.values())
         wanted = [block_hash for block_hash in block_hashes if block_hash not in records]
         if not wanted:
-            return Taken(records, (), (), ())
+            return Taken(records, (), (), (), mapped)
         places = self._stored.places(wanted)
         fresh = None if places is None else self._index.allocate(len(wanted))
         if fresh is None or places is None:
             self._counter.add("fetches_missed", len(wanted))
-            return Taken(records, (), (), tuple(wanted))
+            return Taken(records, (), (), tuple(wanted), mapped)
         records |= zip(wanted, fresh, strict=True)
         for block_hash, record, place in zip(wanted, fresh, places, strict=True):
             self._open_fetches[record] = _OpenFetch(block_hash, place)
         fetches = (
-            Fetch(record, StoredPlace(slab.path.name, entry.record, entry.checksum))
+            Fetch(record, StoredPlace(slab.name, entry.record, entry.checksum))
             for record, (slab, entry) in zip(fresh, places, strict=True)
         )
-        return Taken(records, tuple(fetches), tuple(wanted), ())
+        return Taken(records, tuple(fetches), tuple(wanted), (), mapped)
 
-    def avoid(self, records: Iterable[int]) -> None:
-        """What was to be fetched into these has not come, and others may ask for it before its load
-        is settled."""
+    def avoid(self, records: Iterable[int], mapped: Iterable[Found]) -> None:
+        """What was to be fetched into these, or is one of those that lie in registered slabs, has
+        not come, and others may ask for it before its load is settled."""
+        at_hand = {one.record: one.place.entry.block_hash for one in mapped}
         for record in records:
-            opened = self._open_fetches.get(record)
-            if opened is not None:
+            if record in at_hand:
+                self._stored.avoid(at_hand[record])
+            elif (opened := self._open_fetches.get(record)) is not None:
                 self._stored.avoid(opened.block_hash)
 
     def settle(
@@ -127,10 +210,11 @@ class FileTier:
         unfetched: frozenset[int],
         damaged: frozenset[int],
         parents: Mapping[bytes, bytes],
+        unneeded: Container[int] = (),
     ) -> None:
         """A load has ended, and nothing writes into its records any more: those that it fetched, in
-        order. `unfetched` could not be read; of these `damaged` never will be. `parents`: the block
-        before each, if it is not the first."""
+        order. `unfetched` could not be read; of these `damaged` never will be, and `unneeded` were
+        not needed any more. `parents`: the block before each, if it is not the first."""
         for record in records:
             opened = self._open_fetches.pop(record)
             block_hash, is_void = opened.block_hash, record in self._void
@@ -138,7 +222,8 @@ class FileTier:
             if record in damaged:
                 self._stored.lose(block_hash, opened.place)
             failed = record in unfetched
-            self._counter.add("blocks_failed_to_fetch" if failed else "blocks_fetched", 1)
+            if record not in unneeded:
+                self._counter.add("blocks_failed_to_fetch" if failed else "blocks_fetched", 1)
             if failed or is_void or not self._keeps_in_memory or block_hash in self._index:
                 self._index.give_up([record])
             else:
@@ -181,8 +266,11 @@ class FileTier:
         self._let_go(found)
 
     def needs_no_save(self, block_hash: bytes) -> bool:
-        """Whether the block lies in a file, and would not stay in memory."""
-        return not self._keeps_in_memory and block_hash in self
+        """Whether the block lies in a file that is as good as memory, or would not stay there."""
+        if not self._keeps_in_memory:
+            return block_hash in self
+        place = self._stored.find(block_hash) if self._mapped else None
+        return place is not None and place.slab.name in self._mapped
 
     def _order(self, parts: tuple[StorePart, ...]) -> None:
         hashes = [part.block_hash for part in parts]
@@ -216,7 +304,7 @@ class FileTier:
     @property
     def has_orders(self) -> bool:
         """Whether there is something to tell the worker side, or to hear from it."""
-        return bool(self._open)
+        return bool(self._open or self._closed)
 
     def forget(self) -> None:
         """Nothing that is stored, being stored or being fetched by now is found again by this

@@ -120,9 +120,12 @@ def _num_steps(whole_s: float, least_s: float) -> int:
 class Split:
     """Of one request, from its admission on. Blocks are counted from the prompt's beginning."""
 
-    def __init__(self, load_id: int, floor: int, end: int, block_size: int) -> None:
-        """The load brings blocks [floor, end)."""
+    def __init__(
+        self, load_id: int, floor: int, end: int, block_size: int, *, fetched_share: float = 0.0
+    ) -> None:
+        """The load brings blocks [floor, end), of which a share is read from files first."""
         self.load_id = load_id
+        self.fetched_share = fetched_share
         self._floor = floor
         self._end = end
         self._block_size = block_size

@@ -16,7 +16,8 @@ class PipelineStats(CountingStats):
     stood on bad KV), `blocks_dropped` (there was no record for them); `records_evicted`;
     `chose_recompute`, `chose_bulk`, `chose_layerwise` and `chose_hybrid`, a request each.
 
-    With a store of files also, of blocks that lay in files only: `blocks_fetched`,
+    With a store of files also, of blocks that lay in files only: `blocks_loaded_from_files`
+    (registered ones, which a GPU copied from, whether they were good or not), `blocks_fetched`,
     `blocks_failed_to_fetch`, and of these `reads_late` (after the deadline), `reads_damaged` and
     `reads_failed` (for any other reason), counted when that is known; `fetches_missed` (promised,
     and gone before they were asked for, or without a record to go to). Of blocks that were to be

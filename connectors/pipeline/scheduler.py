@@ -7,6 +7,8 @@ request's hashes, never from a count of its own, so preemption and truncation ne
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -22,7 +24,13 @@ from interlace.connectors.pipeline.messages import (
 from interlace.connectors.pipeline.options import LoadMode
 from interlace.connectors.pipeline.planner import SavePlanner, Tracked
 from interlace.connectors.pipeline.rates import Forecast, LoadRate, StepTimes, Way, choose_way
-from interlace.connectors.pipeline.sched_files import FileTier, Taken
+from interlace.connectors.pipeline.sched_files import (
+    NOTHING_AT_HAND,
+    FileTier,
+    Found,
+    Stored,
+    Taken,
+)
 from interlace.connectors.pipeline.sched_params import (
     SKIP_LOAD,
     SKIP_SAVE,
@@ -69,8 +77,21 @@ class _Offer(NamedTuple):
     """None: nothing is stored."""
     floor: int = 0
     """With `Way.HYBRID`: the block up to which the request is computed."""
+    at_hand: Mapping[bytes, Found] = NOTHING_AT_HAND
+    """Of its blocks, what was found in registered slabs."""
+    fetched_share: float = 0.0
+    """Of its blocks, what has to be read first."""
     runs_at_once: bool = False
     """Whether the engine has asked for it."""
+
+
+class _Loading(NamedTuple):
+    """What a load beside the steps depends on, besides its size."""
+
+    bytes_ahead: int
+    """That are copied before."""
+    fetched_share: float
+    """See `_Offer`."""
 
 
 class _Choice(NamedTuple):
@@ -93,6 +114,8 @@ class _OpenLoad(NamedTuple):
     """Of a load from the back."""
     fetched: tuple[int, ...] = ()
     """The records among these into which blocks are read from files."""
+    mapped: tuple[Found, ...] = ()
+    """Those that lie in registered slabs."""
     failed: frozenset[int] = frozenset()
     """Block ids that were not filled, once that was reported: a read or a copy that is late goes on
     for a while, and the load with it."""
@@ -134,6 +157,7 @@ class PipelineScheduler:
             self._files = FileTier(
                 stored, self.index, self._counter, keeps_in_memory=settings.keeps_in_memory
             )
+            self._files.note_mapped(handshake.mapped)
         self._fetch_rate = LoadRate(0)
         self._planner = SavePlanner(
             self.index, self._counter, self._files if settings.may_save else None
@@ -193,13 +217,12 @@ class PipelineScheduler:
         if has_flag(request, SKIP_LOAD):
             return 0, False
         first = num_computed_tokens // self._block_size
-        end, num_fetched = self._end_of_stored(request, first)
+        stored = self._stored_from(request, first)
+        end = first + stored.num_blocks
         offer = _Offer(num_computed_tokens, None)
         if end > first:
-            choice = self._choose(request, num_computed_tokens, end)
-            if num_fetched:
-                choice = _Choice(self._way_with_fetches(num_fetched), choice.floor)
-            offer = _Offer(num_computed_tokens, *choice)
+            choice = self._choose(request, num_computed_tokens, stored)
+            offer = _Offer(num_computed_tokens, *choice, stored.at_hand, stored.fetched_share)
         self._offers[request.request_id] = offer
         if offer.way is None or offer.way is Way.RECOMPUTE:
             return 0, False
@@ -235,63 +258,43 @@ class PipelineScheduler:
             first, end, self._block_size, self._computing_s, others_wait_s=others_wait_s
         )
 
-    def _end_of_stored(self, request: Request, first: int) -> tuple[int, int]:
-        """(the first block from `first` on that is not stored, or holds the last token; how many
-        before it lie in files only)."""
+    def _stored_from(self, request: Request, first: int) -> Stored:
+        """Of the request's blocks from `first` on, but for the one that holds the last token."""
         last = (request.num_tokens - 1) // self._block_size
-        end, num_fetched = first, 0
-        files, most_fetched = self._files, 0
-        if files is not None:
-            files.refresh()
-            most_fetched = files.most_fetched
-        while end < last:
-            block_hash = request.block_hashes[end]
-            if block_hash not in self.index:
-                if files is None or num_fetched == most_fetched or block_hash not in files:
-                    break
-                num_fetched += 1
-            end += 1
-        return end, num_fetched
+        hashes = request.block_hashes[first:last]
+        if self._files is not None:
+            self._files.refresh()
+            return self._files.look_up(hashes)
+        known = itertools.takewhile(self.index.__contains__, hashes)
+        return Stored(sum(1 for _ in known))
 
-    def _way_with_fetches(self, num_fetched: int) -> Way:
-        """Of the request whose forecast was made last: so many of its blocks lie in files. They are
-        loaded beside the steps, if that is sooner than computing all."""
-        mode, forecast = self._settings.load_mode, self.last_forecast
-        assert forecast is not None, "it was made just now"
-        if mode != "auto":
-            return Way.RECOMPUTE if mode == "recompute" else Way.BULK
-        fetch_s = self._fetch_rate.seconds(num_fetched * self._record_bytes)
-        times = (fetch_s, forecast.bulk_load_s, forecast.rest_s)
-        if forecast.recompute_s is None or None in times:
-            return Way.BULK  # to learn how long it takes
-        load_s = sum(seconds for seconds in times if seconds is not None)
-        return Way.BULK if load_s < forecast.recompute_s else Way.RECOMPUTE
-
-    def _choose(self, request: Request, num_local: int, end: int) -> _Choice:
-        first = num_local // self._block_size
-        num_blocks = end - first
+    def _choose(self, request: Request, num_local: int, stored: Stored) -> _Choice:
+        """How what is stored of the request behind `num_local` tokens is to come."""
+        first, num_blocks = num_local // self._block_size, stored.num_blocks
+        end = first + num_blocks
         num_loaded = num_blocks * self._block_size
         num_rest = request.num_tokens - num_local - num_loaded
         num_running = self._num_running()
         num_first = min(num_rest + num_running, self._settings.max_step_tokens)
         step_bytes, beside_bytes = self._bytes_ahead()
-        num_bytes = num_blocks * self._record_bytes
-        floor, hybrid_s = self._split(first, end, beside_bytes)
+        loading = _Loading(beside_bytes, stored.fetched_share)
+        floor, hybrid_s = self._split(first, end, loading)
         forecast = self.last_forecast = Forecast(
-            load_s=self._load_rate.seconds(step_bytes + num_bytes),
-            bulk_load_s=self._load_rate.seconds(beside_bytes + num_bytes),
+            load_s=self._load_rate.seconds(step_bytes + num_blocks * self._record_bytes),
+            bulk_load_s=self._loading_s(num_blocks, loading),
             hybrid_s=hybrid_s,
             recompute_s=self._step_times.seconds(num_loaded + num_rest, num_local),
             rest_s=self._step_times.seconds(num_rest, num_local + num_loaded),
             first_step_s=self._step_times.seconds(num_first, num_local + num_loaded),
             num_running=num_running,
+            may_load_within=stored.num_fetched == 0,
         )
         way = choose_way(self._settings.load_mode, forecast, self._settings.max_stall_s)
         if way is Way.HYBRID and num_blocks == 1:
             way = Way.BULK  # there is nothing to split
         return _Choice(way, min(max(floor, first + 1), end - 1))
 
-    def _split(self, first: int, end: int, beside_bytes: int) -> tuple[int, float | None]:
+    def _split(self, first: int, end: int, loading: _Loading) -> tuple[int, float | None]:
         """(the block before which blocks [first, end) are best computed, and from which they are
         loaded; seconds until both are done). In the middle if rates are not known."""
 
@@ -299,8 +302,7 @@ class PipelineScheduler:
             return self._computing_s(first * self._block_size, block * self._block_size) or 0.0
 
         def loading_s(block: int) -> float:
-            num_bytes = (end - block) * self._record_bytes
-            return self._load_rate.seconds(beside_bytes + num_bytes) or 0.0
+            return self._loading_s(end - block, loading) or 0.0
 
         if not computing_s(end) or not loading_s(first):
             return (first + end) // 2, None
@@ -311,8 +313,15 @@ class PipelineScheduler:
     def _computing_s(self, first: int, end: int) -> float | None:
         return self._step_times.seconds(end - first, first)
 
-    def _loading_s(self, num_blocks: int) -> float | None:
-        return self._load_rate.seconds(num_blocks * self._record_bytes)
+    def _loading_s(self, num_blocks: int, loading: _Loading) -> float | None:
+        """Reading goes on while what was read is copied: the slower one counts. None if a rate is
+        not known."""
+        num_bytes = num_blocks * self._record_bytes
+        copy_s = self._load_rate.seconds(loading.bytes_ahead + num_bytes)
+        if not loading.fetched_share:
+            return copy_s
+        fetch_s = self._fetch_rate.seconds(round(num_bytes * loading.fetched_share))
+        return None if copy_s is None or fetch_s is None else max(copy_s, fetch_s)
 
     def _num_running(self) -> int:
         running = RequestStatus.RUNNING
@@ -358,7 +367,10 @@ class PipelineScheduler:
         first = offer.num_local // self._block_size
         end = (offer.num_local + num_tokens) // self._block_size
         hashes = request.block_hashes[first:end]
-        taken = self._take(hashes)
+        taken = self._take(hashes, offer.at_hand)
+        if taken.missing and offer.runs_at_once:
+            # What is loaded from the back has no holes.
+            taken = self._give_back(taken, hashes)
         blocks = dict[bytes, int](zip(hashes, tracked.block_ids[first:end], strict=True))
         records = [taken.records[one] for one in hashes if one in taken.records]
         block_ids = [blocks[one] for one in hashes if one in taken.records]
@@ -368,7 +380,7 @@ class PipelineScheduler:
         split = None
         if offer.runs_at_once:
             split = self._splits[request.request_id] = Split(
-                load_id, offer.floor, end, self._block_size
+                load_id, offer.floor, end, self._block_size, fetched_share=offer.fetched_share
             )
         self._loads.append(
             Load(
@@ -379,6 +391,7 @@ class PipelineScheduler:
                 None if split is None else split.num_blocks,
                 taken.fetches,
                 tuple(blocks[one] for one in taken.missing),
+                {one.record: one.place.entry.checksum for one in taken.mapped},
             )
         )
         self._open_loads[load_id] = _OpenLoad(
@@ -387,6 +400,7 @@ class PipelineScheduler:
             is_async,
             split,
             tuple(taken.records[one] for one in taken.fetched),
+            taken.mapped,
         )
         if self._files is not None and self._settings.may_save and not tracked.skips_save:
             self._files.offer(hashes, request.block_hashes[first - 1] if first else None)
@@ -394,9 +408,18 @@ class PipelineScheduler:
         if first == 0:
             tracked.num_settled = end  # all of it is stored: nothing is to be saved
 
-    def _take(self, block_hashes: Sequence[bytes]) -> Taken:
+    def _give_back(self, taken: Taken, block_hashes: Sequence[bytes]) -> Taken:
+        """Nothing is loaded of what was taken for these blocks."""
+        assert self._files is not None, "else nothing is missing"
+        fetched = [taken.records[block_hash] for block_hash in taken.fetched]
+        others = {*fetched, *(one.record for one in taken.mapped)}
+        self.index.unpin([record for record in taken.records.values() if record not in others])
+        self._files.settle(fetched, frozenset(fetched), frozenset(), {}, fetched)
+        return Taken({}, (), (), tuple(block_hashes))
+
+    def _take(self, block_hashes: Sequence[bytes], at_hand: Mapping[bytes, Found]) -> Taken:
         if self._files is not None:
-            return self._files.take(block_hashes)
+            return self._files.take(block_hashes, at_hand)
         records = self.index.pin(block_hashes)
         return Taken(dict(zip(block_hashes, records, strict=True)), (), (), ())
 
@@ -434,6 +457,7 @@ class PipelineScheduler:
             release=frozenset(orders.release),
             shares=tuple(shares),
             stores=() if self._files is None else self._files.take_orders(),
+            closed=frozenset() if self._files is None else self._files.take_closed(),
             lost_loads=frozenset(lost_loads),
             num_tokens=num_tokens,
             timed_pairs=_num_pairs(scheduler_output) if is_timed else None,
@@ -486,7 +510,10 @@ class PipelineScheduler:
                 num_computed + output.num_scheduled_tokens.get(request_id, 0),
                 self._settings.max_inflight_steps,
             )
-            share = split.adjust(step, self._computing_s, self._loading_s)
+            loading = _Loading(0, split.fetched_share)
+            share = split.adjust(
+                step, self._computing_s, functools.partial(self._loading_s, loading=loading)
+            )
             if share is not None:
                 self._shares.append(share)
 
@@ -511,6 +538,7 @@ class PipelineScheduler:
             self._end_load(load_id, report)
         if self._files is not None:
             self._files.end_stores(report.stored, report.unstored)
+            self._files.note_mapped(report.mapped, report.closing)
             self._fetch_rate.add(report.fetches)
         self._planner.allow(report.copied)
         self._planner.fail(report.failed)
@@ -529,7 +557,7 @@ class PipelineScheduler:
             for record in records:
                 self.index.forget(record)
             if self._files is not None:
-                self._files.avoid(records)
+                self._files.avoid(records, opened.mapped)
         for tracked in self._requests.values():
             tracked.num_settled = 0
             tracked.load_failed |= not invalid.isdisjoint(tracked.block_ids)
@@ -540,11 +568,14 @@ class PipelineScheduler:
         opened = self._open_loads.pop(load_id, None)
         if opened is None:
             return
-        fetched = set(opened.fetched)
-        self.index.unpin([record for record in opened.records.values() if record not in fetched])
-        if self._files is not None and opened.fetched:
+        others = {*opened.fetched, *(one.record for one in opened.mapped)}
+        self.index.unpin([record for record in opened.records.values() if record not in others])
+        if self._files is not None and others:
             parents = dict(zip(opened.prefix[1:], opened.prefix, strict=False))
-            self._files.settle(opened.fetched, report.unfetched, report.damaged, parents)
+            self._files.settle(
+                opened.fetched, report.unfetched, report.damaged, parents, report.unneeded
+            )
+            self._files.settle_mapped(opened.mapped, report.damaged)
         self.index.touch(opened.prefix)
         num_failed = len(opened.failed)
         self._counter.add("blocks_loaded", max(0, opened.num_blocks - num_failed))

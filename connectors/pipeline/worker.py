@@ -6,12 +6,11 @@ Nothing here waits for a GPU, but `handshake` and `close`. On a CPU a layer wait
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from interlace.connectors.pipeline.layer_pipeline import (
     DEFAULT_WINDOW_BYTES,
-    BackwardTransfer,
     FedTransfer,
     LaneCopies,
     LayerPipeline,
@@ -25,19 +24,24 @@ from interlace.connectors.pipeline.messages import (
     PipelineHandshake,
     PipelineMetadata,
     PipelineReport,
+    RecordRun,
     Save,
     Share,
     ShareReport,
 )
 from interlace.connectors.pipeline.options import PipelineOptions
 from interlace.connectors.pipeline.records import HostRecords
-from interlace.connectors.pipeline.worker_files import Fetching, FileWork, without_records
+from interlace.connectors.pipeline.worker_bulk import BulkLoad, Chunk, block_ids_of
+from interlace.connectors.pipeline.worker_checks import LoadCheck
+from interlace.connectors.pipeline.worker_files import FileWork
 from interlace.connectors.pipeline.worker_samples import StepSampler
 from interlace.connectors.slab_store.space import Space
 from interlace.engine.errors import ConnectorError
 from interlace.engine.ports import Lanes, LayerGates
+from interlace.layers.cuda_host_memory import CudaHostMemory, HostMemory
 from interlace.layers.cuda_lanes import CudaLanes
 from interlace.layers.cuda_streams import CudaStreams
+from interlace.layers.record_space import RecordSpace
 
 if TYPE_CHECKING:
     import torch
@@ -66,17 +70,21 @@ class PipelineWorker:
         *,
         window_bytes: int = DEFAULT_WINDOW_BYTES,
         make_space: Callable[[int, int], Space] | None = None,
+        host_memory: HostMemory | None = None,
     ) -> None:
         """`lanes` are for pages in host memory, and for files; for pages on a GPU, `register` makes
         streams.
 
         `window_bytes`: see `LayerPipeline`. `make_space`: (number of layers, bytes of a page) ->
-        what a store of files is to hold; without it there is none.
+        what a store of files is to hold; without it there is none. `host_memory` registers slabs of
+        it; None: CUDA's where pages lie on a GPU, and elsewhere nothing is registered.
         """
         self._make_space = make_space
-        self._fetching: list[tuple[Load, Fetching]] = []
-        self._unsettled: list[tuple[int, Fetching]] = []  # loads that have ended but for this
-        self._failed_fetches: dict[int, Fetching] = {}  # by load
+        self._host_memory = host_memory
+        self._unsettled: list[BulkLoad] = []  # that have ended but for their reads
+        self._unfetched: set[int] = set()  # records, for the next report
+        self._unneeded: set[int] = set()
+        self._damaged: set[int] = set()
         self._fetch_samples: list[LoadSample] = []
         self._options = options
         self._lanes = lanes
@@ -87,7 +95,7 @@ class PipelineWorker:
         self._has_forward = False  # of this step
         self._unsent: tuple[Save, ...] = ()  # saves of this step, until its forward is queued
         self._step_loads: list[_StepLoad] = []
-        self._bulk_loads: list[_BulkLoad] = []
+        self._bulk_loads: list[BulkLoad] = []
         self._saves: dict[int, SaveTransfer] = {}
         self._sent: set[str] = set()
         self._invalid: set[int] = set()
@@ -112,20 +120,29 @@ class PipelineWorker:
         lanes = self._lanes
         if first.device.type == "cuda" and not isinstance(lanes, CudaLanes):
             lanes = CudaLanes(CudaStreams(first.device))
+        space = RecordSpace(records.tensor)
         try:
-            pipeline = self.make_pipeline(records.tensor, layers, lanes)
+            pipeline = self.make_pipeline(space, layers, lanes)
+            files = self._open_files(space, layers)
         except BaseException:
             records.close()
             raise
         places = {name: layer for layer, name in enumerate(kv_caches)}
-        files = None
-        if self._make_space is not None:
-            space = self._make_space(len(layers), page_bytes)
-            files = FileWork(self._options, space, records.tensor.numpy(), self._lanes)
         self._opened = _Opened(records, pipeline, places, StepSampler(pipeline.watch), files)
 
+    def _open_files(self, space: RecordSpace, layers: Sequence[torch.Tensor]) -> FileWork | None:
+        """What there is of a store of files. Raises: `ConfigError`."""
+        if self._make_space is None:
+            return None
+        memory, device = self._host_memory, layers[0].device
+        if memory is None and device.type == "cuda":
+            memory = CudaHostMemory(device)
+        _, num_layers, page_bytes = space.host.shape
+        held = self._make_space(num_layers, page_bytes)
+        return FileWork.open(self._options, held, space, layers, self._lanes, memory)
+
     def make_pipeline(
-        self, records: torch.Tensor, layers: Sequence[torch.Tensor], lanes: Lanes
+        self, records: RecordSpace, layers: Sequence[torch.Tensor], lanes: Lanes
     ) -> LayerPipeline:
         """What moves blocks between these. Raises: `ConnectorError`, `ConfigError`."""
         return LayerPipeline(
@@ -135,7 +152,7 @@ class PipelineWorker:
             window_bytes=self._window_bytes,
         )
 
-    def make_copies(self, records: torch.Tensor, layers: Sequence[torch.Tensor]) -> LaneCopies:
+    def make_copies(self, records: RecordSpace, layers: Sequence[torch.Tensor]) -> LaneCopies:
         """How each lane copies: for who wants to look at copies, or to change them.
 
         Raises: `ConnectorError`.
@@ -156,7 +173,9 @@ class PipelineWorker:
         records = self._open.records
         load_rate = records.measure_load_rate()
         self.expect_load_rate(load_rate)
-        return PipelineHandshake(records.num_records, records.record_bytes, load_rate)
+        files = self._open.files
+        mapped = () if files is None else files.maps.take_news()[0]
+        return PipelineHandshake(records.num_records, records.record_bytes, load_rate, mapped)
 
     def expect_load_rate(self, bytes_per_s: float) -> None:
         """Queue as much beside the steps as suits such a link."""
@@ -193,9 +212,8 @@ class PipelineWorker:
                 pipeline.fence(save)
         for one in self._bulk_loads:
             if one.load.load_id in metadata.lost_loads:
-                one.is_lost = True
-                if one.transfer is not None:
-                    pipeline.fence(one.transfer)
+                for transfer in one.lose():
+                    pipeline.fence(transfer)
 
     def start(self, metadata: PipelineMetadata, *, by_layer: bool = False) -> None:
         """Begin a step, unless it has begun: queue its loads. `by_layer`: its layers will come by
@@ -204,29 +222,34 @@ class PipelineWorker:
             return
         opened = self._open
         self._send_saves()  # of the step before, if its forward was never told of
+        for one in self._step_loads:
+            if one.owes_verdict:  # nobody asked, since no request of its step used what came
+                one.take_late(opened.pipeline)
         self._begun_step = metadata.step_id
         self._has_forward = False
         self._unsent = metadata.saves
         self._sent |= metadata.release
         within = [load for load in metadata.loads if not load.is_async]
         assert not any(load.missing or load.fetches for load in within), "they go beside the steps"
+        if opened.files is not None:
+            opened.files.begin_step(metadata)
         if within:
             pipelined = opened.pipeline.submit_load(
-                [load.runs for load in within], metadata.step_id, by_layer=by_layer
+                [load.runs for load in within],
+                metadata.step_id,
+                by_layer=by_layer,
+                checks=[self._check(load.runs, load.checksums) for load in within],
             )
             self._step_loads.append(_StepLoad(within, pipelined))
         for load in metadata.loads:
             if load.is_async:
                 self._start_beside(load)
-        if opened.files is not None:
-            for order in metadata.stores:
-                opened.files.store(order)
         self._poll_fetches()
         for share in metadata.shares:
             self._follow(share)
-        hurried = [one.transfer for one in self._bulk_loads if one.is_hurried]
+        backwards = (one.backward for one in self._bulk_loads)
+        hurried = [transfer for transfer in backwards if transfer is not None]
         for transfer in hurried:
-            assert transfer is not None
             transfer.window_bytes = self._hurried_bytes(metadata.expected_s)
         if hurried or not (metadata.num_tokens and opened.pipeline.is_on_streams):
             # Else the forward goes first: `get_finished` polls behind it.
@@ -237,61 +260,78 @@ class PipelineWorker:
         else:
             opened.sampler.begin(metadata.num_tokens, metadata.timed_pairs)
 
-    def _start_beside(self, load: Load) -> None:
-        """What it fetches comes first."""
+    def _check(self, runs: Sequence[RecordRun], checksums: Mapping[int, int]) -> LoadCheck | None:
+        """Of those of these blocks that nobody has checked; None if there are none."""
         files = self._open.files
-        if load.fetches and files is not None:
-            self._fetching.append((load, files.fetch(load.fetches)))
-        else:
-            self._start_bulk(load)
+        if not checksums or files is None or files.sums is None:
+            return None
+        return LoadCheck(files.sums, runs, checksums)
+
+    def _start_beside(self, load: Load) -> None:
+        """What lies in files only comes first."""
+        opened = self._open
+        fetching = None
+        if load.fetches and opened.files is not None:
+            from_the_back = load.share is not None
+            fetching = opened.files.fetch(load.fetches, from_the_back=from_the_back)
+        one = BulkLoad(
+            load, fetching, opened.pipeline.record_compute(), opened.records.record_bytes
+        )
+        self._bulk_loads.append(one)
+        self._begin_ready(one)
 
     def _poll_fetches(self) -> None:
         """Load what has been fetched."""
         files = self._open.files
-        if files is None or not (self._fetching or self._unsettled):
+        waiting = [one for one in self._bulk_loads if one.has_waiting]
+        if files is None or not (waiting or self._unsettled):
             return
         files.poll()
-        asked = [(*pair, pair[1].is_done) for pair in self._fetching]  # once: a read ends any time
-        self._fetching = [(load, fetching) for load, fetching, is_done in asked if not is_done]
-        for load, fetching, is_done in asked:
-            if not is_done:
-                continue
-            sample = files.sample(fetching)
-            if sample is not None:
-                self._fetch_samples.append(sample)
-            self._start_bulk(load, fetching)
+        for one in waiting:
+            self._begin_ready(one)
+            if one.advance_reads() and one.backward is not None:
+                assert one.num_available is not None, "it is being read"
+                self._open.pipeline.set_available(one.backward, one.num_available)
+            if one.backward is None and not one.has_waiting:
+                self._take_sample(one)
 
-    def _start_bulk(self, load: Load, fetching: Fetching | None = None) -> None:
-        pipeline = self._open.pipeline
-        failed = set() if fetching is None else fetching.failed
-        runs = without_records(load.runs, failed)
-        try:
-            if load.share is None:
-                transfer = pipeline.submit_bulk(
-                    runs, window_bytes=self._beside_bytes, begins_now=False
-                )
-                one = _BulkLoad(load, transfer)
-            else:
-                one = _BulkLoad(
-                    load,
-                    pipeline.submit_from_the_back(load.runs, load.share, self._hurried_bytes()),
-                )
-        except ConnectorError as error:
-            one = _BulkLoad(load, None, error)
-        if one.transfer is not None:
-            one.transfer.name = load.request_id
-        one.fetching = fetching
-        one.unfilled = set(load.missing) | _block_ids(load.runs) - _block_ids(runs)
-        if fetching is not None and failed:
-            self._failed_fetches[load.load_id] = fetching
-        self._bulk_loads.append(one)
+    def _take_sample(self, one: BulkLoad) -> None:
+        """Reading for it is over."""
+        files = self._open.files
+        if files is not None and one.fetching is not None:
+            sample = files.sample(one.fetching)
+            self._fetch_samples += [] if sample is None else [sample]
+
+    def _begin_ready(self, one: BulkLoad) -> None:
+        for chunk in one.take_ready():
+            try:
+                chunk.transfer = self._begin(one, chunk)
+                chunk.transfer.name = one.load.request_id
+            except ConnectorError:  # its blocks are reported: see `Chunk.invalid`
+                continue
+
+    def _begin(self, one: BulkLoad, chunk: Chunk) -> FedTransfer:
+        """Raises: `ConnectorError` if its runs do not fit."""
+        pipeline, share = self._open.pipeline, one.load.share
+        check = self._check(chunk.runs, one.checksums)
+        if share is not None:
+            return pipeline.submit_from_the_back(
+                chunk.runs, share, self._hurried_bytes(), check, one.num_available
+            )
+        return pipeline.submit_bulk(
+            chunk.runs,
+            after=one.after,
+            window_bytes=self._beside_bytes,
+            begins_now=False,
+            check=check,
+        )
 
     def _follow(self, share: Share) -> None:
         for one in self._bulk_loads:
             if one.load.load_id == share.load_id and not one.is_lost:
                 one.revision = share.revision
-                if isinstance(one.transfer, BackwardTransfer):
-                    self._open.pipeline.set_share(one.transfer, share.num_blocks)
+                if one.backward is not None:
+                    self._open.pipeline.set_share(one.backward, share.num_blocks)
 
     def wait_for_layer(self, layer_name: str) -> None:
         """Let the step wait until what it loads of the layer is in its pages, or has failed."""
@@ -323,7 +363,8 @@ class PipelineWorker:
         if self._opened is None:
             return False
         self._poll_fetches()
-        return self._opened.pipeline.advance() or bool(self._fetching)
+        has_more = self._opened.pipeline.advance()
+        return has_more or any(one.has_waiting for one in self._bulk_loads)
 
     # ---------------------------------------------------------------- reports
 
@@ -335,10 +376,14 @@ class PipelineWorker:
         self._poll_fetches()
         self._open.pipeline.poll()
         sent, self._sent = self._sent, set()
-        ended = [one for one in self._bulk_loads if one.is_done]
-        self._bulk_loads = [one for one in self._bulk_loads if not one.is_done]
-        self._unsettled += [(one.load.load_id, one.fetching) for one in ended if one.fetching]
-        self._loaded |= {one.load.load_id for one in ended if not one.fetching}
+        ended = [one for one in self._bulk_loads if one.is_done]  # asked once: they end any time
+        self._bulk_loads = [one for one in self._bulk_loads if one not in ended]
+        for one in ended:
+            if one.backward is not None:
+                self._take_sample(one)
+                one.cancel_reads()
+        self._unsettled += ended
+        self._take_settled()
         received = [one for one in ended if not one.is_lost]
         for one in received:
             self._invalid |= one.invalid()
@@ -353,6 +398,11 @@ class PipelineWorker:
         invalid, self._invalid = self._invalid, set()
         return invalid
 
+    def take_late_invalid(self) -> set[int]:
+        """The step's tokens have come: blocks of its loads that have turned out bad since."""
+        pipeline = self._open.pipeline
+        return set().union(*(one.take_late(pipeline) for one in self._step_loads))
+
     def report(self) -> PipelineReport | None:
         """What the scheduler side is to know of this step; None if there is nothing."""
         opened = self._open
@@ -360,6 +410,8 @@ class PipelineWorker:
         opened.sampler.forget()  # a step without forward
         opened.pipeline.poll(Visit.BEHIND_FORWARD if self._has_forward else Visit.IDLE)
         self._take_settled()
+        if opened.files is not None:
+            opened.files.maps.visit(is_computing=self._has_forward)
         if self._has_nothing_open:
             steps = opened.sampler.take()
             return PipelineReport(steps=steps) if steps else None
@@ -379,29 +431,46 @@ class PipelineWorker:
         """Whether there is nothing to tell but how long steps took: in most steps."""
         loads = self._step_loads or self._bulk_loads or self._loaded or self._shares
         files = self._open.files
-        reads = self._fetching or self._unsettled or self._fetch_samples
-        writes = files is not None and files.is_storing
-        return not (loads or self._saves or self._failed_saves or reads or writes)
+        reads = self._unsettled or self._fetch_samples
+        has_news = files is not None and (files.is_storing or files.maps.has_news)
+        return not (loads or self._saves or self._failed_saves or reads or has_news)
 
     def _take_settled(self) -> None:
         """Loads whose reads will write into no record any more."""
-        settled = {load_id for load_id, fetching in self._unsettled if fetching.is_settled}
-        self._unsettled = [pair for pair in self._unsettled if pair[0] not in settled]
-        self._loaded |= settled
+        files = self._open.files
+        settled = [one for one in self._unsettled if one.is_settled]
+        self._unsettled = [one for one in self._unsettled if one not in settled]
+        for one in settled:
+            self._end_load(one.load)
+            unfetched = one.unfetched(checks_reads=files is None or files.sums is None)
+            self._unfetched |= unfetched
+            self._unneeded |= one.unneeded(unfetched)
+            self._damaged |= one.damaged()
+
+    def _end_load(self, load: Load) -> None:
+        """It reads no record any more."""
+        self._loaded.add(load.load_id)
+        if self._open.files is not None:
+            self._open.files.maps.end_load(load.load_id)
 
     def _with_files(self, report: PipelineReport, files: FileWork) -> PipelineReport:
         samples, self._fetch_samples = self._fetch_samples, []
-        ended = self._failed_fetches.keys() & report.loaded
-        failed = [self._failed_fetches.pop(load_id) for load_id in ended]
+        unfetched, self._unfetched = frozenset(self._unfetched), set()
+        unneeded, self._unneeded = frozenset(self._unneeded), set()
+        damaged, self._damaged = frozenset(self._damaged), set()
         stored, unstored = files.take_stored()
+        mapped, closing = files.maps.take_news()
         return dataclasses.replace(
             report,
             stored=stored,
             unstored=unstored,
-            unfetched=frozenset().union(*(one.failed for one in failed)),
-            damaged=frozenset().union(*(one.damaged for one in failed)),
+            unfetched=unfetched,
+            unneeded=unneeded,
+            damaged=damaged,
             fetches=tuple(samples),
             counts=files.take_counts(),
+            mapped=mapped,
+            closing=closing,
         )
 
     def _take_ended_saves(self) -> tuple[frozenset[int], frozenset[int]]:
@@ -418,11 +487,13 @@ class PipelineWorker:
         samples: list[LoadSample] = []
         under_way: list[_StepLoad] = []
         for one in self._step_loads:
-            if not one.pipelined.is_done:
+            if not one.pipelined.is_done or one.owes_verdict:
                 under_way.append(one)
                 continue
-            self._loaded |= {load.load_id for load in one.loads}
             self._invalid |= one.take_invalid()
+            self._damaged |= one.damaged
+            for load in one.loads:
+                self._end_load(load)
             stats = one.pipelined.stats
             if stats.seconds is not None and not any(one.pipelined.errors):
                 samples.append(LoadSample(stats.num_bytes, stats.seconds))
@@ -457,70 +528,45 @@ class _StepLoad:
     def __init__(self, loads: list[Load], pipelined: PipelinedLoad) -> None:
         self.loads = loads
         self.pipelined = pipelined
-        self._is_judged = False
+        self._judged: set[int] | None = None
+        """Loads, by number, that were told to have failed, once that is asked."""
+        self._has_verdict = False
+        self.damaged: set[int] = set()
+        """Records whose content is not what was stored."""
+
+    @property
+    def owes_verdict(self) -> bool:
+        """Whether `take_late` is to say whether what came is good."""
+        return self.pipelined.has_checks and not self._has_verdict
 
     def take_invalid(self) -> set[int]:
         """Blocks of the loads that failed, once: the step that loads them is over."""
-        if self._is_judged:
+        if self._judged is not None:
             return set()
-        self._is_judged = True
-        results = zip(self.loads, self.pipelined.errors, strict=True)
-        return {i for load, error in results if error is not None for i in _block_ids(load.runs)}
+        self._judged = set()
+        return self._take_failed()
 
+    def _take_failed(self) -> set[int]:
+        """Blocks of loads that have failed since this was asked."""
+        assert self._judged is not None
+        errors = enumerate(self.pipelined.errors)
+        failed = {number for number, error in errors if error is not None} - self._judged
+        self._judged |= failed
+        return set().union(*(block_ids_of(self.loads[number].runs) for number in failed))
 
-@dataclasses.dataclass(slots=True)
-class _BulkLoad:
-    """A load beside the steps."""
-
-    load: Load
-    transfer: FedTransfer | None
-    """None if it was refused."""
-    refused: ConnectorError | None = None
-    is_lost: bool = False
-    """Its blocks were handed on."""
-    revision: int = 0
-    """Of its share."""
-    fetching: Fetching | None = None
-    """What was read for it first."""
-    unfilled: set[int] = dataclasses.field(default_factory=set)
-    """Blocks for which nothing could be read."""
-    _told: ShareReport | None = None
-
-    @property
-    def is_done(self) -> bool:
-        """Whether it touches nothing any more."""
-        return self.transfer is None or self.transfer.is_done
-
-    @property
-    def is_hurried(self) -> bool:
-        """Whether somebody computes towards it."""
-        return self.transfer is not None and self.transfer.is_hurried
-
-    def invalid(self) -> set[int]:
-        """Blocks that it was to fill and did not, now that it is done."""
-        if self.transfer is None:
-            return _block_ids(self.load.runs) | self.unfilled
-        if self.transfer.error is None:
-            return self.unfilled
-        if isinstance(self.transfer, BackwardTransfer):
-            return _block_ids(self.transfer.missing())
-        return _block_ids(self.load.runs) | self.unfilled
-
-    def news(self) -> list[ShareReport]:
-        """How far a load from the back has come, if that is not what was said last, or is final."""
-        share = self.load.share
-        if share is None or self.is_lost:
-            return []
-        report = ShareReport(self.load.load_id, self.revision, share, 0)
-        if isinstance(self.transfer, BackwardTransfer):
-            report = report._replace(
-                num_blocks=self.transfer.share, num_loaded=self.transfer.num_loaded
-            )
-        if report == self._told and not self.is_done:
-            return []
-        self._told = report
-        return [report]
-
-
-def _block_ids(runs: Iterable[tuple[int, int, int]]) -> set[int]:
-    return {block_id + i for _, block_id, num_blocks in runs for i in range(num_blocks)}
+    def take_late(self, pipeline: LayerPipeline) -> set[int]:
+        """The step's tokens have come: blocks that have turned out bad, once. Waits for that."""
+        if self._judged is None:
+            return set()
+        self._has_verdict = True
+        bad = pipeline.wait_for_checks(self.pipelined)
+        if not bad:
+            return self._take_failed()
+        runs = (run for load in self.loads for run in load.runs)
+        self.damaged |= {
+            record + i
+            for record, block_id, count in runs
+            for i in range(count)
+            if block_id + i in bad
+        }
+        return bad | self._take_failed()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from interlace.connectors.pipeline.worker_checks import LoadCheck
 from interlace.connectors.pipeline.worker_feeder import (
     SLICES_PER_WINDOW,
     Copies,
@@ -11,6 +12,7 @@ from interlace.connectors.pipeline.worker_feeder import (
     Slice,
 )
 from interlace.connectors.pipeline.worker_times import Stopwatch
+from interlace.engine.errors import ConnectorError
 from interlace.engine.ports import Gate
 from interlace.layers.page_copies import Run
 
@@ -41,9 +43,11 @@ class BackwardTransfer(FedTransfer):
         after: Gate | None,
         window_bytes: int,
         watch: Stopwatch,
+        available: int | None = None,
     ) -> None:
         """For `LayerPipeline`. `runs` are all that might be loaded, in order; the last `share`
-        blocks of them are. `window_bytes`: see `FedTransfer`.
+        blocks of them are, as far as they are `available`: so many from the back, None: all.
+        `window_bytes`: see `FedTransfer`.
 
         Raises: `ConnectorError` if `runs` do not fit.
         """
@@ -61,6 +65,7 @@ class BackwardTransfer(FedTransfer):
         self._is_dropped = False
         self._sizes: list[int] = []  # blocks of each slice that was taken
         self._num_loaded = 0
+        self._available = self._num_blocks if available is None else available
         self.set_share(share)
 
     @property
@@ -78,6 +83,28 @@ class BackwardTransfer(FedTransfer):
         self._share = min(max(num_blocks, self._num_taken), self._num_blocks)
         self._next = None
 
+    def set_available(self, num_blocks: int) -> None:
+        """So many, from the back, may be loaded now; never fewer. Feed it on afterwards."""
+        self._available = num_blocks
+
+    @property
+    def _is_open(self) -> bool:
+        return not self._is_dropped and self.error is None and self._num_taken < self._share
+
+    @property
+    def is_done(self) -> bool:
+        """See `FedTransfer`. Not while something of its share is not available yet."""
+        return not self._is_open and super().is_done
+
+    @property
+    def has_more(self) -> bool:
+        """See `FedTransfer`."""
+        return self._is_open or super().has_more
+
+    def loaded(self) -> list[Run]:
+        """What is known to be in the pages."""
+        return split_back(self._runs, self._num_loaded)[1]
+
     def missing(self) -> list[Run]:
         """Of its share, what is not known to be in the pages: all of that, and what is before it,
         has to be computed if it failed."""
@@ -88,14 +115,14 @@ class BackwardTransfer(FedTransfer):
     @property
     def next_slice(self) -> Slice | None:
         """See `FedTransfer`."""
-        is_open = not self._is_dropped and self.error is None
-        if self._next is None and is_open and self._num_taken < self._share:
+        if self._next is None and self._is_open and self._num_taken < self._available:
             self._next = self._cut()
         return None if self._next is None else self._next.one
 
     def _cut(self) -> _Next:
         most = max(1, self.window_bytes // SLICES_PER_WINDOW // self._block_bytes)
-        found = self._cut_off(min(most, self._share - self._num_taken))
+        end = min(self._share, self._available)
+        found = self._cut_off(min(most, end - self._num_taken))
         while found.one.num_calls > MOST_SLICE_CALLS and found.num_blocks > 1:
             found = self._cut_off(found.num_blocks // 2)
         return found
@@ -125,6 +152,19 @@ class BackwardTransfer(FedTransfer):
         """See `FedTransfer`. What its share was remains to be known."""
         self._is_dropped = True
         self._next = None
+
+    def queue_check(self, check: LoadCheck, one: Slice) -> None:
+        """See `FedTransfer`: each slice is of whole blocks."""
+        check.queue(self._num_run, one.runs.runs)
+
+    def note_bad(self) -> None:
+        """See `FedTransfer`. What is computed meets what was loaded in one place, so all fails."""
+        self.fail(
+            ConnectorError(
+                "what was loaded is not what was stored: it is computed instead. Let `interlace"
+                " store verify` look at the store."
+            )
+        )
 
     def note_ended(self, gate: Gate) -> None:
         """See `FedTransfer`."""

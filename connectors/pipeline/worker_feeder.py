@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import NamedTuple, Protocol, TypeAlias
 
+from interlace.connectors.pipeline.worker_checks import LoadCheck
 from interlace.connectors.pipeline.worker_times import Stopwatch, TransferMeter, TransferStats
 from interlace.engine.errors import ConnectorError, LaneClosedError, LaneFullError
 from interlace.engine.ports import Gate, Lane
@@ -128,6 +129,8 @@ class FedTransfer:
     """Whether somebody computes towards it, and not just waits."""
     name: str = "nobody in particular"
     """For people: the request that loads, or which save it is."""
+    check: LoadCheck | None = None
+    """Of what it loads, behind the last copy."""
 
     def __init__(
         self,
@@ -211,6 +214,8 @@ class FedTransfer:
     def note_ended(self, gate: Gate) -> None:
         """For `Feeder`: a slice has ended."""
         self._num_ended += 1
+        if self.check is not None and self.check.judge(self._num_ended):
+            self.note_bad()
         if gate.error is not None:
             self.fail(gate.error)
         elif self._error is not None:
@@ -226,12 +231,22 @@ class FedTransfer:
                 layers = range(one.first_layer, one.end_layer)
                 for copied in self._copy_layers(layers, self.runs_of(one)):
                     self._meter.add(copied)
+                if self.check is not None:
+                    self.queue_check(self.check, one)
             except Exception as error:  # noqa: BLE001 - whatever it is, this transfer has failed
                 self._error = without_frames(error, "of a transfer")
                 return
             self._num_run += 1
             if one.may_be_last:
                 self._meter.end()
+
+    def queue_check(self, check: LoadCheck, one: Slice) -> None:
+        """Behind the copies of a slice, if blocks are whole then. On the lane."""
+        if one.may_be_last:
+            check.queue(self._num_run)
+
+    def note_bad(self) -> None:
+        """The check of some blocks has failed. The others are good."""
 
 
 def _most_calls(transfer: FedTransfer, visit: Visit) -> float:

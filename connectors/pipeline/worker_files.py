@@ -8,29 +8,59 @@ lanes.
 from __future__ import annotations
 
 import itertools
+import os
 import time
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container, Iterable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
-from interlace.connectors.pipeline.messages import Fetch, LoadSample, RecordRun, StoreOrder
+from interlace.connectors.pipeline.messages import (
+    Fetch,
+    LoadSample,
+    PipelineMetadata,
+    RecordRun,
+    StoreOrder,
+)
 from interlace.connectors.pipeline.options import PipelineOptions
 from interlace.connectors.pipeline.worker_file_counts import FileCounts
+from interlace.connectors.pipeline.worker_maps import (
+    NOTHING_REGISTERED,
+    NothingRegistered,
+    RegisteredSlabs,
+)
+from interlace.connectors.slab_store.checksum import COLUMNS, factors
 from interlace.connectors.slab_store.directory import Limits, SlabDirectory
 from interlace.connectors.slab_store.layout import DamagedSlabError
+from interlace.connectors.slab_store.mapping import Scout
 from interlace.connectors.slab_store.reading import KnownSlabs, Read, Reads
 from interlace.connectors.slab_store.slab_writer import NewRecord
 from interlace.connectors.slab_store.space import Space
 from interlace.connectors.slab_store.writing import Write, WriteBehind, WriteCounts
 from interlace.engine.errors import ConfigError
 from interlace.engine.ports import Lanes
+from interlace.layers.cuda_host_memory import HostMemory
+from interlace.layers.page_sums import PageSums
+from interlace.layers.record_space import RecordSpace
 
-NUM_READ_LANES = 8
-"""On one NVIDIA H200's host eight threads read 30 GB/s from the page cache, and one 5."""
+if TYPE_CHECKING:
+    import torch
+
+_MOST_READ_LANES, _LEAST_READ_LANES = 16, 4
+"""On the host of an NVIDIA H200, of 16 cores, sixteen threads read 38 GB/s from the page cache, 32
+read 30, twelve 28, eight 25, and one 4."""
+ROW_BYTES = 4 * COLUMNS
+"""Of a checksum's rows."""
 _SHARE_OF_MEMORY = 4
 """No more than this part of host memory waits to be written: else saves find no record."""
+
+
+def num_read_lanes() -> int:
+    """Threads that read, on this machine."""
+    num_cores = os.cpu_count() or 1
+    return min(_MOST_READ_LANES, max(_LEAST_READ_LANES, num_cores))
 
 
 def without_records(runs: Iterable[RecordRun], records: Container[int]) -> tuple[RecordRun, ...]:
@@ -49,12 +79,21 @@ class Fetching:
 
     def __init__(self, fetches: Iterable[Fetch], reads: Iterable[Read], begun_s: float) -> None:
         self._reads = dict(zip((one.record for one in fetches), reads, strict=True))
-        self._begun_s = begun_s
+        self.begun_s = begun_s
+        """By the clock of `FileWork`."""
 
-    @property
-    def is_done(self) -> bool:
-        """Whether each has ended, well or badly."""
-        return all(read.is_done for read in self._reads.values())
+    def has_ended(self, record: int) -> bool:
+        """Whether the read into that one has, well or badly."""
+        return self._reads[record].is_done
+
+    def error_of(self, record: int) -> BaseException | None:
+        """Why nothing came into that one, once it has ended."""
+        return self._reads[record].error
+
+    def cancel(self, records: Iterable[int]) -> None:
+        """Nothing need be read into these any more."""
+        for record in records:
+            self._reads[record].cancel()
 
     @property
     def is_settled(self) -> bool:
@@ -63,7 +102,7 @@ class Fetching:
 
     @property
     def failed(self) -> set[int]:
-        """Records that were not read, now that it is done."""
+        """Records that were not read, of those whose reads have ended."""
         return {record for record, read in self._reads.items() if read.error is not None}
 
     @property
@@ -73,10 +112,11 @@ class Fetching:
         return {record for record, read in self._reads.items() if isinstance(read.error, final)}
 
     def sample(self, record_bytes: int, now_s: float) -> LoadSample | None:
-        """How long it took, if it went well."""
-        if self.failed or not self._reads:
+        """How long it took, if it went well: of the reads that have ended."""
+        ended = [read for read in self._reads.values() if read.is_done]
+        if not ended or any(read.error is not None for read in ended):
             return None
-        return LoadSample(len(self._reads) * record_bytes, now_s - self._begun_s)
+        return LoadSample(len(ended) * record_bytes, now_s - self.begun_s)
 
 
 class FileWork:
@@ -89,12 +129,18 @@ class FileWork:
         records: npt.NDArray[np.uint8],
         lanes: Lanes,
         *,
+        sums: PageSums | None = None,
+        maps: RegisteredSlabs | NothingRegistered = NOTHING_REGISTERED,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`records`: [num_records, num_layers, page_bytes]. Makes the store's directory.
+        """`records`: [num_records, num_layers, page_bytes]. `sums`: by which who loads checks what
+        has come; None: who reads does. `maps`: slabs that are loaded from directly. Makes the
+        store's directory.
 
         Raises: `ConfigError` if the directory is something else, or cannot be used.
         """
+        self.sums = sums
+        self.maps = maps
         assert options.path is not None, "options say so"
         limits = Limits(
             capacity_bytes=options.capacity_bytes, min_free_bytes=options.min_free_bytes
@@ -112,8 +158,9 @@ class FileWork:
         self._reads = Reads(
             KnownSlabs(directory.root / space.folder_name),
             lanes,
-            num_lanes=NUM_READ_LANES,
+            num_lanes=num_read_lanes(),
             deadline_s=options.read_deadline_s,
+            checks=sums is None,
             clock=clock,
         )
         self._writes = WriteBehind(
@@ -127,14 +174,49 @@ class FileWork:
         self._counts = FileCounts(self._reads, self._writes, directory)
         self._open_writes: dict[int, tuple[StoreOrder, Write]] = {}
 
+    @classmethod
+    def open(
+        cls,
+        options: PipelineOptions,
+        held: Space,
+        space: RecordSpace,
+        layers: Sequence[torch.Tensor],
+        lanes: Lanes,
+        memory: HostMemory | None,
+    ) -> FileWork:
+        """Of a store that holds `held`, between `space` and these pages. With `memory` slabs are
+        registered, and what is loaded is checked in the pages.
+
+        Raises: as the constructor.
+        """
+        sums = None
+        maps: RegisteredSlabs | NothingRegistered = NOTHING_REGISTERED
+        if memory is not None and PageSums.can_sum(layers):
+            sums = PageSums(layers, *factors(held.record_bytes // ROW_BYTES + 1))
+            if options.registered_bytes:
+                assert options.path is not None, "options say so"
+                scout = Scout(Path(options.path) / held.folder_name, held, options.registered_bytes)
+                maps = RegisteredSlabs(space, scout, memory, most_bytes=options.registered_bytes)
+        files = cls(options, held, space.host.numpy(), lanes, sums=sums, maps=maps)
+        maps.open_recent()
+        return files
+
+    def begin_step(self, metadata: PipelineMetadata) -> None:
+        """What the step says of this store."""
+        self.maps.begin_step(metadata)
+        for order in metadata.stores:
+            self.store(order)
+
     @property
     def counts(self) -> WriteCounts:
         """Of records that were to be written."""
         return self._writes.counts
 
-    def fetch(self, fetches: tuple[Fetch, ...]) -> Fetching:
-        """Begin to read these."""
-        reads = [self._reads.read(one.place, self._row(one.record)) for one in fetches]
+    def fetch(self, fetches: tuple[Fetch, ...], *, from_the_back: bool = False) -> Fetching:
+        """Begin to read these, the first ones first, or the last ones."""
+        if from_the_back:
+            fetches = fetches[::-1]
+        reads = self._reads.read_all([(one.place, self._row(one.record)) for one in fetches])
         return Fetching(fetches, reads, self._clock())
 
     def sample(self, fetching: Fetching) -> LoadSample | None:
@@ -183,5 +265,5 @@ class FileWork:
     def close(self, timeout_s: float) -> bool:
         """Write what waits, read nothing more; False if that takes longer than `timeout_s`, each:
         then records are not to be touched."""
-        has_written = self._writes.close(timeout_s)
-        return self._reads.close(timeout_s) and has_written
+        ended = [one.close(timeout_s) for one in (self._writes, self._reads, self.maps)]
+        return all(ended)

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Sequence
 
 from interlace.connectors.pipeline.layer_groups import LayerGroups
+from interlace.connectors.pipeline.worker_checks import LoadCheck
 from interlace.connectors.pipeline.worker_feeder import Copies
 from interlace.connectors.pipeline.worker_times import Stopwatch, TransferMeter, TransferStats
 from interlace.engine.errors import ConnectorError
@@ -26,8 +27,10 @@ class PipelinedLoad:
         parts: Sequence[tuple[Run, ...]],
         groups: LayerGroups,
         watch: Stopwatch,
+        checks: Sequence[LoadCheck | None] = (),
     ) -> None:
-        """For `LayerPipeline`. A part whose runs do not fit has failed."""
+        """For `LayerPipeline`. A part whose runs do not fit has failed. `checks`: of each part, if
+        there are any."""
         self.errors: list[BaseException | None] = [None] * len(parts)
         """Of each part, why it is not in the pages. Final when its last group's gate has opened; on
         a GPU as soon as that group was submitted."""
@@ -35,6 +38,9 @@ class PipelinedLoad:
         """Of each group that was submitted, in their order."""
         self.groups_passed: set[int] = set()
         """Those for which the step waits already."""
+        self.check_gate: Gate | None = None
+        """Behind the checks, once they were submitted: no layer waits for them."""
+        self._checks = checks
         self._copies = copies
         self._groups = groups
         self._lock = threading.Lock()  # held while a group is copied
@@ -66,9 +72,27 @@ class PipelinedLoad:
         """Whether it touches neither pages nor records any more. Never waits."""
         if self.is_given_up:  # works that were dropped are not in order any more
             return all(gate.query() for gate in self.gates)
-        if len(self.gates) < self.num_groups:
+        if len(self.gates) < self.num_groups or (self.has_checks and self.check_gate is None):
             return False
-        return not self.gates or self.gates[-1].query()
+        last = self.check_gate or (self.gates[-1] if self.gates else None)
+        return last is None or last.query()
+
+    @property
+    def has_checks(self) -> bool:
+        """Whether a work is owed that checks what has come."""
+        return self.num_groups > 0 and any(check is not None for check in self._checks)
+
+    def queue_checks(self) -> None:
+        """The work behind that of the last group, on the lane."""
+        with self._lock:
+            for part, check in enumerate(self._checks):
+                if check is not None and self._may_copy(part):
+                    check.queue(0)
+
+    def judge_checks(self) -> set[int]:
+        """When `check_gate` has opened, once: blocks whose content is bad."""
+        checks = (one for one in self._checks if one is not None)
+        return set().union(*(check.judge(1) for check in checks))
 
     @property
     def stats(self) -> TransferStats:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -72,9 +73,8 @@ def copies_of(kind: str, space: RecordSpace, layers: list[Tensor]) -> PageCopies
             return PageCopies(
                 space, layers, memcpy=HostMemcpy(), batch=HostBatch(), most_strided_runs=0
             )
-    batch = cuda_copies._CudaMemcpy2DBatch(
-        HostDriver("cuMemcpy3DBatchAsync"), torch.device("cuda", 0)
-    )  # type: ignore[arg-type]
+    driver: Any = HostDriver("cuMemcpy3DBatchAsync")
+    batch = cuda_copies._CudaMemcpy2DBatch(driver, torch.device("cuda", 0))
     return PageCopies(space, layers, memcpy=HostMemcpy(), strided_batch=batch, strided_run_bytes=0)
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from interlace.layers.page_copies import Copied, PageCopies, Runs
+from interlace.layers.record_space import RecordSpace
 
 
 class HookedCopies(PageCopies):
@@ -14,7 +15,7 @@ class HookedCopies(PageCopies):
 
     def __init__(
         self,
-        records: Tensor,
+        records: Tensor | RecordSpace,
         layers: Sequence[Tensor],
         before: Callable[[int, Runs], None] = lambda layer, runs: None,
     ) -> None:

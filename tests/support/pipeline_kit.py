@@ -27,6 +27,7 @@ from interlace.engine.ports import Lanes
 from interlace.layers.checkpoint import LoadedModel
 from interlace.layers.lanes import ThreadLanes
 from interlace.layers.page_copies import Runs
+from interlace.layers.record_space import RecordSpace
 
 PATIENCE_S = 20.0
 BLOCK_SIZE = 4
@@ -102,7 +103,7 @@ class RiggedWorker(PipelineWorker):
         self._pages: list[torch.Tensor] = []
 
     def make_pipeline(
-        self, records: torch.Tensor, layers: Sequence[torch.Tensor], lanes: Lanes
+        self, records: RecordSpace, layers: Sequence[torch.Tensor], lanes: Lanes
     ) -> LayerPipeline:
         rig = self._rig
         self._pages = list(layers)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-from slab_writing_kit import SPACE, block_hash
+from slab_kit import SPACE, block_hash
 
 from interlace.connectors.pipeline.host_index import HostIndex
 from interlace.connectors.pipeline.messages import StoreOrder

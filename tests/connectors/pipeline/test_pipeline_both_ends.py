@@ -151,7 +151,7 @@ class Both:
         side, index = self.connector._scheduler, self.connector._scheduler.index
         assert side.is_idle, side
         assert not self.worker._worker._bulk_loads
-        assert not self.worker._worker._failed_fetches
+        assert not self.worker._worker._unfetched
         assert index.num_free + index.num_stored == index.num_records
 
     @property

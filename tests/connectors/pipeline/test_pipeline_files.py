@@ -45,7 +45,8 @@ async def test_a_restarted_engine_finds_what_was_stored(
     async with engine_of(folder, load_mode=load_mode, depth=depth) as engine:
         done = await ask(engine, PROMPT, 5)
         right(model, PROMPT, done)
-        assert num_external(done) == 10 * BLOCK_SIZE
+        # From both ends a part of it is computed.
+        assert num_external(done) == (5 if load_mode == "hybrid" else 10) * BLOCK_SIZE
         await forget_on_device(engine)
         again = await ask(engine, PROMPT, 5)
         right(model, PROMPT, again)
@@ -187,10 +188,13 @@ async def test_a_read_may_end_at_any_moment(
     """Also between two questions: its load was lost once, and the request waited for ever."""
     folder = tmp_path / "kv"
     await stored(folder)
-    is_done = vars(worker_files.Fetching)["is_done"].fget
+    has_ended = worker_files.Fetching.has_ended
     answers = itertools.cycle([False, True])
-    asking = property(lambda fetching: is_done(fetching) and next(answers))
-    monkeypatch.setattr(worker_files.Fetching, "is_done", asking)
+    monkeypatch.setattr(
+        worker_files.Fetching,
+        "has_ended",
+        lambda fetching, record: has_ended(fetching, record) and next(answers),
+    )
     async with engine_of(folder) as engine:
         done = await ask(engine, PROMPT, 5)
         right(deep_model(), PROMPT, done)

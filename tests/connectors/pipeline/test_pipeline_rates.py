@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -204,3 +206,27 @@ def test_a_mode_forces_its_way(mode: LoadMode, way: Way) -> None:
         assert choose_way(mode, forecast(19.5, 1, 7, 9, running), 0.0) is way
         unknown = forecast(UNKNOWN, UNKNOWN, UNKNOWN, UNKNOWN, running)
         assert choose_way(mode, unknown, 0.0) is way
+
+
+@pytest.mark.parametrize("running", [0, 1])
+@pytest.mark.parametrize("mode", ["layerwise", "auto"])
+def test_what_has_to_be_read_first_is_not_loaded_within_a_step(
+    mode: LoadMode, running: int
+) -> None:
+    known, unknown = forecast(19.5, 211, 7, None, running), forecast(None, None, None, None, 0)
+    for one in (known, unknown):
+        assert choose_way(mode, one, 1.0) is Way.LAYERWISE
+        read = dataclasses.replace(one, may_load_within=False)
+        assert choose_way(mode, read, 1.0) is Way.BULK
+
+
+@pytest.mark.parametrize(
+    ("load", "hybrid", "way"),
+    [(65, 55, Way.BULK), (65, 45, Way.BULK), (500, 140, Way.HYBRID), (500, 190, Way.RECOMPUTE)],
+)
+def test_reading_beside_computing_has_its_price(load: float, hybrid: float, way: Way) -> None:
+    """8,192 tokens in files: cached ones, which were 17 ms sooner in bulk, and cold ones."""
+    one = dataclasses.replace(
+        forecast(19.5, 212, 9, None, 0, beside=load, hybrid=hybrid), may_load_within=False
+    )
+    assert choose_way("auto", one, 20 * MS) is way

@@ -111,9 +111,15 @@ async def test_files_alone(
     counts.clear()
     async with engine_of(folder, load_mode=load_mode, depth=depth, **FILES) as engine:
         for number in range(1, 4):
-            assert await ask_again(engine) == NUM_LOADED
+            num_loaded = await ask_again(engine)
             await forget_on_device(engine)
-            assert counts["blocks_fetched"] == 10 * number
+            if load_mode == "hybrid":  # a part of it is computed
+                assert 0 < num_loaded < NUM_LOADED
+                assert 0 < counts["blocks_fetched"] <= 10 * number
+            else:
+                assert num_loaded == NUM_LOADED
+                assert counts["blocks_fetched"] == 10 * number
+    assert not counts["blocks_failed_to_fetch"]
     assert not counts["blocks_written"]
     assert not counts["blocks_saved"], "it lies in files already"
 

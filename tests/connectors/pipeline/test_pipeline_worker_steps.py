@@ -297,19 +297,19 @@ def test_an_idle_engine_polls_seldom_so_several_windows_are_fed_at_once() -> Non
     whole = Load(9, "a", run(0, 1, NUM_RECORDS), is_async=True)
     kit.step(loads=(whole,))
     (bulk,) = kit.worker._bulk_loads
-    assert bulk.transfer is not None
-    window = bulk.transfer.num_fed
+    (transfer,) = bulk.transfers
+    window = transfer.num_fed
     assert 0 < window < 10
     received: set[str] = set()
     for _ in range(10):
-        before = bulk.transfer.num_fed
+        before = transfer.num_fed
         kit.worker.start(kit.metadata())
         received |= kit.reports()[1]
         if received:
             break
-        assert bulk.transfer.num_fed - before <= 6 * window
-        assert bulk.transfer.last_gate is not None
-        assert bulk.transfer.last_gate.wait()
+        assert transfer.num_fed - before <= 6 * window
+        assert transfer.last_gate is not None
+        assert transfer.last_gate.wait()
     assert received == {"a"}
     kit.worker.close()
 
@@ -408,8 +408,7 @@ def test_as_much_of_a_load_from_the_back_is_queued_as_its_step_lasts() -> None:
     kit.worker.expect_load_rate(10 * block_bytes)
     load = Load(7, "a", run(0, 5, 20), is_async=True, share=20)
     kit.worker.start(kit.metadata(loads=(load,), num_tokens=4, expected_s=0.2))
-    transfer = kit.worker._bulk_loads[0].transfer
-    assert transfer is not None
+    (transfer,) = kit.worker._bulk_loads[0].transfers
     assert transfer.window_bytes == 3 * block_bytes, "one step and a half"
     kit.reports()
     kit.worker.start(kit.metadata(num_tokens=4, expected_s=1.0))
