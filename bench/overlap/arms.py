@@ -135,6 +135,54 @@ class MeteredArm:
         return hit
 
 
+class RestartedArm:
+    """A `TieredArm` over an engine that opens when one prefix has been stored by another engine,
+    which has ended."""
+
+    def __init__(
+        self,
+        written: Callable[[Work], Awaitable[None]],
+        restarted: Callable[[], Awaitable[MeteredArm]],
+    ) -> None:
+        """`written` has the prefix stored; then `restarted` opens the engine."""
+        self._written = written
+        self._restarted = restarted
+        self._opened: MeteredArm | None = None
+
+    @property
+    def _arm(self) -> MeteredArm:
+        assert self._opened is not None, "a prefix was kept"
+        return self._opened
+
+    def forget(self) -> None:
+        """See `HitArm`."""
+        self._arm.forget()
+
+    def forget_on_device(self) -> None:
+        """See `TieredArm`."""
+        self._arm.forget_on_device()
+
+    async def keep(self, prefix: Work) -> None:
+        """See `HitArm`; once. Raises: what the engines raise; `InterlaceError` if it was done."""
+        if self._opened is not None:
+            raise InterlaceError("an engine that was restarted has one prefix: it has it already.")
+        await self._written(prefix)
+        self._opened = await self._restarted()
+
+    @property
+    def link_bytes_per_s(self) -> float:
+        """See `HitArm`."""
+        return self._arm.link_bytes_per_s
+
+    def slow_down(self, times: int) -> None:
+        """See `HitArm`."""
+        self._arm.slow_down(times)
+
+    async def run(self, work: Work, mode: LoadMode = "auto") -> Hit:
+        """See `HitArm`."""
+        return await self._arm.run(work, mode)
+
+
 class FileStore:
     """The files of an engine's connector, and the host memory before them. Event loop."""
 

@@ -16,11 +16,12 @@ from interlace.bench.connector_option import take_option
 from interlace.bench.overlap.meter import Meter
 from interlace.bench.overlap.slow_link import SlowLoads, UselessCopies
 from interlace.connectors.pipeline.layer_pipeline import LaneCopies
-from interlace.connectors.pipeline.messages import Load, PipelineHandshake, PipelineMetadata
+from interlace.connectors.pipeline.messages import PipelineHandshake, PipelineMetadata
 from interlace.connectors.pipeline.options import PipelineOptions
 from interlace.connectors.pipeline.rates import Forecast
 from interlace.connectors.pipeline.worker import PipelineWorker
-from interlace.connectors.pipeline.worker_files import Fetching
+from interlace.connectors.pipeline.worker_bulk import BulkLoad, Chunk
+from interlace.connectors.pipeline.worker_feeder import FedTransfer
 from interlace.connectors.pipeline_connector import PipelineConnector
 from interlace.connectors.slab_store.space import Space
 from interlace.engine.config import EngineConfig
@@ -32,6 +33,7 @@ from interlace.engine.kv_connector import (
 from interlace.engine.ports import Lanes
 from interlace.engine.request import Request
 from interlace.engine.scheduler_output import SchedulerOutput
+from interlace.layers.record_space import RecordSpace
 
 if TYPE_CHECKING:
     import torch
@@ -55,7 +57,7 @@ class MeteredPipelineConnector(PipelineConnector):
         self._slowdown = 1
 
     def _make_worker_side(self) -> None:
-        make_space = self._space if self.options.store == "file" else None
+        make_space = self._space if self.options.has_files else None
         self._worker_side = MeteredWorker(self.options, self.lanes, self._meter, make_space)
 
     def set_xfer_handshake_metadata(
@@ -112,14 +114,14 @@ class MeteredWorker(PipelineWorker):
         self._slowdown = 1
         self._has_queued = False  # a forward, in this step
 
-    def make_copies(self, records: torch.Tensor, layers: Sequence[torch.Tensor]) -> LaneCopies:
+    def make_copies(self, records: RecordSpace, layers: Sequence[torch.Tensor]) -> LaneCopies:
         """As in `PipelineWorker`, with a link that may be made slower."""
         load, bulk, store = super().make_copies(records, layers)
         slow_load, slow_bulk = (
             SlowLoads(
                 copies,
                 lambda: self._meter.slowdown,
-                UselessCopies(records, layers[0].device).copy,
+                UselessCopies(records.host, layers[0].device).copy,
             )
             for copies in (load, bulk)
         )
@@ -145,22 +147,21 @@ class MeteredWorker(PipelineWorker):
             num_runs = sum(len(load.runs) for load in step_load.loads)
             meter.note_load(step_load.pipelined, num_runs=num_runs, submit_s=submit_s)
 
-    def _start_bulk(self, load: Load, fetching: Fetching | None = None) -> None:
+    def _begin(self, one: BulkLoad, chunk: Chunk) -> FedTransfer:
         """As in `PipelineWorker`: now, or when its blocks have been read from files."""
-        sample = None
-        if fetching is not None and self._open.files is not None:
-            sample = self._open.files.sample(fetching)
+        read_s = 0.0
+        if one.fetching is not None and not one.transfers:
+            read_s = time.monotonic() - one.fetching.begun_s
         began = time.perf_counter()
-        super()._start_bulk(load, fetching)
-        submit_s = time.perf_counter() - began
-        transfer = self._bulk_loads[-1].transfer
-        if transfer is not None and self._meter.is_on:
+        transfer = super()._begin(one, chunk)
+        if self._meter.is_on:
             self._meter.note_load(
                 transfer,
-                num_runs=len(load.runs),
-                submit_s=submit_s,
-                read_s=0.0 if sample is None else sample.seconds,
+                num_runs=len(chunk.runs),
+                submit_s=time.perf_counter() - began,
+                read_s=read_s,
             )
+        return transfer
 
     def finish_forward(self) -> None:
         """As in `PipelineWorker`."""

@@ -8,7 +8,7 @@ import enum
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from interlace.bench.engine_arm import EngineArm, TokenEngine
 from interlace.bench.kv_blocks import BLOCK_SIZE, blocks_for, token_bytes
@@ -25,11 +25,18 @@ FEWEST_SEQS = 8
 """Each engine captures graphs for batches up to its largest, so that is kept small."""
 
 
+_REGISTERED_PROMPTS = 8
+"""May be registered: files hold more than is asked for."""
+
+
 class Kind(enum.Enum):
     """Engines differ in their connector alone."""
 
     PIPELINE = "loads and saves"
     """With a meter, and any load mode."""
+    RESTARTED = "loads from files, saves nothing"
+    """With a meter, and any load mode. On a GPU the files that are sealed when it opens are
+    registered; those of `PIPELINE` are read."""
     CONSUMER = "loads, saves nothing"
     NONE = "no connector"
 
@@ -41,7 +48,7 @@ class OpenEngine:
     engine: TokenEngine
     arm: EngineArm
     meter: Meter
-    """Of the connector, if the engine is of the kind `PIPELINE`."""
+    """Of the connector, if the engine is of a kind that has one."""
 
 
 OpenKind = Callable[[Kind], AbstractAsyncContextManager[OpenEngine]]
@@ -55,6 +62,10 @@ class Engines:
         self._stack = stack
         self._open_kind = open_kind
         self._opened: dict[Kind, OpenEngine] = {}
+
+    def fresh(self, kind: Kind) -> AbstractAsyncContextManager[OpenEngine]:
+        """One that nobody else is given, and that ends with the context."""
+        return self._open_kind(kind)
 
     async def get(self, kind: Kind) -> OpenEngine:
         """The engine of that kind. Raises: what opening it raises. Cancelling leaves none half
@@ -121,15 +132,23 @@ def _connector(
     from interlace import KVTransferConfig
 
     match kind:
-        case Kind.PIPELINE:
+        case Kind.PIPELINE | Kind.RESTARTED:
+            files: dict[str, Any] = {}
+            if room.files is not None:
+                registered = sizes.longest * bytes_of_token if kind is Kind.RESTARTED else 0
+                files = {
+                    "store": "file",
+                    "path": str(room.files),
+                    "registered_bytes": _REGISTERED_PROMPTS * registered,
+                }
             return KVTransferConfig(
                 kv_connector=MeteredPipelineConnector.__name__,
                 kv_connector_module_path=MeteredPipelineConnector.__module__,
-                kv_role="kv_both",
+                kv_role="kv_both" if kind is Kind.PIPELINE else "kv_consumer",
                 kv_connector_extra_config={
                     "host_bytes": room.record_tokens * bytes_of_token,
                     METER: meter,
-                    **({} if room.files is None else {"store": "file", "path": str(room.files)}),
+                    **files,
                 },
             )
         case Kind.CONSUMER:

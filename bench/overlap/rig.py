@@ -6,7 +6,7 @@ import dataclasses
 
 from interlace.bench.apparatus import Outcome
 from interlace.bench.bars import NO_OVERLAP_BARS, OverlapBars
-from interlace.bench.overlap.arms import FileStore, MeteredArm, WritingArm
+from interlace.bench.overlap.arms import FileStore, MeteredArm, RestartedArm, WritingArm
 from interlace.bench.overlap.engines import Engines, Kind
 from interlace.bench.overlap.sizes import Sizes
 from interlace.bench.paired import CachingArm
@@ -51,6 +51,28 @@ class Rig:
         opened = await self.engines.get(Kind.PIPELINE)
         files = None if self.setting.store == "memory" else FileStore(opened.arm, opened.meter)
         return MeteredArm(opened.arm, opened.meter, self.prepared.device, files)
+
+    def restarted_arm(self) -> RestartedArm:
+        """An engine that is opened when files have been written, and loads from those. It ends with
+        the others."""
+
+        async def written(prefix: Work) -> None:
+            async with self.engines.fresh(Kind.PIPELINE) as opened:
+                files = FileStore(opened.arm, opened.meter)
+                arm = MeteredArm(opened.arm, opened.meter, self.prepared.device, files)
+                await arm.keep(prefix)
+
+        async def restarted() -> MeteredArm:
+            opened = await self.engines.get(Kind.RESTARTED)
+            files = FileStore(opened.arm, opened.meter)
+            return MeteredArm(opened.arm, opened.meter, self.prepared.device, files)
+
+        return RestartedArm(written, restarted)
+
+    @property
+    def is_registered(self) -> bool:
+        """Whether files are copied from directly, if they are sealed when an engine opens."""
+        return self.setting.store == "file" and self.prepared.settings.device == "cuda"
 
     async def writing_arm(self) -> WritingArm:
         """The same, where it stores what it computes in files, and knows nothing of it."""

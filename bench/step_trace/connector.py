@@ -22,6 +22,7 @@ from interlace.engine.errors import ConfigError
 from interlace.engine.kv_connector import KVCacheConfig, KVConnectorRole
 from interlace.engine.ports import Lanes
 from interlace.layers.page_copies import Copied, Runs
+from interlace.layers.record_space import RecordSpace
 
 if TYPE_CHECKING:
     import torch
@@ -78,7 +79,7 @@ class _TapedWorker(PipelineWorker):
         super().__init__(options, lanes)
         self._tape = tape
 
-    def make_copies(self, records: torch.Tensor, layers: Sequence[torch.Tensor]) -> LaneCopies:
+    def make_copies(self, records: RecordSpace, layers: Sequence[torch.Tensor]) -> LaneCopies:
         """As the base class, but for the load lane."""
         copies = super().make_copies(records, layers)
         return copies._replace(load=_TapedCopies(copies.load, self._tape))

@@ -25,6 +25,7 @@ from interlace.engine.kv_connector import KVCacheConfig, KVConnectorRole
 from interlace.engine.ports import Lanes
 from interlace.engine.scheduler_output import SchedulerOutput
 from interlace.layers.page_copies import Copied, Runs
+from interlace.layers.record_space import RecordSpace
 
 if TYPE_CHECKING:
     import torch
@@ -84,7 +85,7 @@ class _NotingWorker(PipelineWorker):
         super().__init__(options, lanes)
         self._tape = tape
 
-    def make_copies(self, records: torch.Tensor, layers: Sequence[torch.Tensor]) -> LaneCopies:
+    def make_copies(self, records: RecordSpace, layers: Sequence[torch.Tensor]) -> LaneCopies:
         """As the base class, but for the lane "bulk"."""
         copies = super().make_copies(records, layers)
         return copies._replace(bulk=_NotingCopies(copies.bulk, self._tape))

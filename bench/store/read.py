@@ -1,11 +1,11 @@
 """How near the store's reads come to the best that plain ones reach here: the same records, into
 the same memory, in turns.
 
-The store's way is the connector's: one record a work, on its lanes, each compared with its
-checksum. The plain way is threads that read records by `preadv`, one after the other, and nothing
-else; their number is the queue depth. "checked" are plain reads at the depth of the lanes that
-compute the checksum too: what lies between those and the store is what lanes cost. Files lie in
-the page cache, and then they do not.
+The store's way is the connector's: a few records a work, on its lanes, each compared with its
+checksum, unless a GPU does that. The plain way is threads that read records by `preadv`, one after
+the other, and nothing else; their number is the queue depth. "checked" are plain reads at the depth
+of the lanes that compute the checksum too: what lies between those and the store is what lanes
+cost. Files lie in the page cache, and then they do not.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from interlace.bench.store.rig import READ_SHARE, StoreRig
 from interlace.bench.store.shelf import fill, made_up_hashes, made_up_space, records_in_slab
 from interlace.connectors.pipeline.options import PipelineOptions
 from interlace.connectors.pipeline.records import HostRecords
-from interlace.connectors.pipeline.worker_files import NUM_READ_LANES
+from interlace.connectors.pipeline.worker_files import num_read_lanes
 from interlace.connectors.slab_store.checksum import checksum
 from interlace.connectors.slab_store.files import read_at
 from interlace.connectors.slab_store.reading import KnownSlabs, Reads
@@ -43,7 +43,7 @@ from interlace.layers.lanes import ThreadLanes
 DEPTHS = (1, 2, 4, 8, 16, 32)
 """Of plain reads: records that are read at a time."""
 STORE = "store"
-CHECKED = f"checked, depth {NUM_READ_LANES}"
+CHECKED = "checked, as deep as the store's lanes"
 _POLL_S = 0.0001
 _CLOSE_S = 10.0
 _KEPT = 0.1
@@ -110,11 +110,12 @@ class _Shelf:
         self.num_bytes = len(places) * space.record_bytes
         self._files = slab_files(folder)
         self._clock = store.rig.clock
-        self._store = StoreReads(folder, places, buffers, self._clock)
+        checks = store.rig.prepared.settings.device != "cuda"
+        self._store = StoreReads(folder, places, buffers, self._clock, checks=checks)
         self._plain = PlainReads(folder, places, buffers)
         self.ways: Mapping[str, Callable[[], None]] = {
             STORE: self._store.run,
-            CHECKED: self._plain.of_depth(NUM_READ_LANES, is_checked=True),
+            CHECKED: self._plain.of_depth(num_read_lanes(), is_checked=True),
             **{f"plain, depth {depth}": self._plain.of_depth(depth) for depth in DEPTHS},
         }
 
@@ -142,20 +143,23 @@ class StoreReads:
         places: list[StoredPlace],
         buffers: list[npt.NDArray[np.uint8]],
         clock: Clock,
+        *,
+        checks: bool = True,
     ) -> None:
-        """`folder` is the space's; `buffers` are for one record each."""
+        """`folder` is the space's; `buffers` are for one record each. `checks`: see `Reads`."""
         self._jobs = list(zip(places, buffers, strict=True))
         self._reads = Reads(
             KnownSlabs(folder),
             ThreadLanes(),
-            num_lanes=NUM_READ_LANES,
+            num_lanes=num_read_lanes(),
             deadline_s=PipelineOptions().read_deadline_s,
+            checks=checks,
             clock=clock.monotonic,
         )
 
     def run(self) -> None:
         """Read all. Raises: `InterlaceError` if one cannot be read."""
-        reads = [self._reads.read(place, buffer) for place, buffer in self._jobs]
+        reads = self._reads.read_all(self._jobs)
         while not self._reads.is_idle:
             time.sleep(_POLL_S)
         for one in reads:

@@ -26,11 +26,11 @@ class StoreBars:
 
     computed_by_files: float | None = None
     """Least times that a prompt from files comes sooner than a computed one."""
-    files_by_memory: float | None = None
-    """Most that a prompt from files takes by one from host memory."""
+    registered_by_memory: float | None = None
+    """Most that a prompt from registered files takes by one from host memory."""
 
 
-CUDA_BARS: Final = StoreBars(files_by_memory=1.10)
+CUDA_BARS: Final = StoreBars(registered_by_memory=1.10)
 CPU_BARS: Final = StoreBars(computed_by_files=12.0)
 NO_STORE_BARS: Final = StoreBars()
 CUDA_SAVING: Final = 1.01

@@ -57,8 +57,8 @@ def test_bars_hold_for_what_they_are_about() -> None:
 async def test_first_tokens_in_turns() -> None:
     what = setting(new=(10, 30), repeats=2)
     arm = FileArm()
-    bars = StoreBars(computed_by_files=1.5, files_by_memory=1.1)
-    rows, checks = await first_token.measure(arm, what, bars)
+    bars = StoreBars(computed_by_files=1.5, registered_by_memory=1.1)
+    rows, checks = await first_token.measure(arm, what, bars, FileArm())
     assert [row.case for row in rows] == ["32 + 10 new", "32 + 30 new"]
     figures = {name: spread.median for name, spread in rows[0].figures.items()}
     assert figures == pytest.approx(
@@ -66,17 +66,20 @@ async def test_first_tokens_in_turns() -> None:
             "cached ms": 12.0,
             "memory ms": 12.0,
             "files ms": 22.0,
+            "registered ms": 22.0,
             "computed ms": 44.0,
             "times sooner": 2.0,
             "files / memory": 22 / 12,
+            "registered / memory": 22 / 12,
+            "tokens registered": 32,
             "tokens from memory": 32,
             "tokens from files": 32,
         }
     )
     assert [(check.name, check.met) for check in checks] == [
         ("computed / files, 10 new", True),
-        ("files / memory, 10 new", False),
-        ("files / memory, 30 new", True),
+        ("registered / memory, 10 new", False),
+        ("registered / memory, 30 new", True),
     ]
     assert isinstance(what.progress, CountingProgress)
     assert what.progress.tasks == [("first token", 6)]

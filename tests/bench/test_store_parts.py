@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from bench_kit import CountingProgress
 
+from interlace.bench.overlap.rig import Rig
 from interlace.bench.overlap.sizes import Sizes
 from interlace.bench.part_reports import merged
 from interlace.bench.report import Report
@@ -86,6 +87,16 @@ async def test_a_part(prepared: Prepared, part: Part, tmp_path: Path) -> None:
     assert report.benchmark == f"store: {part}"
     assert report.settings["store"] == "file"
     assert isinstance(report.settings["file_system"], str)
+
+
+async def test_an_engine_that_is_opened_when_files_are_written(
+    prepared: Prepared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU: here it reads them."""
+    monkeypatch.setattr(Rig, "is_registered", True)
+    (report,) = await run_parts(prepared, [Part.FIRST_TOKEN], tmp_path)
+    for row in report.rows:
+        assert row.figures.keys() >= FIGURES[Part.FIRST_TOKEN] | {"registered ms"}
 
 
 async def test_what_is_asked_on_a_cpu(prepared: Prepared, tmp_path: Path) -> None:
