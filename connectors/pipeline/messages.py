@@ -105,6 +105,9 @@ class ShareReport(NamedTuple):
     """That it loads in all: more than it was told if those were under way already."""
     num_loaded: int
     """Of these, from the back on, that are in their pages."""
+    has_ended: bool = False
+    """Whether that is final: it is reported as received with this, though something may still be
+    read into records of it that were not in its share."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

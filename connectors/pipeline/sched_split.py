@@ -150,11 +150,11 @@ class Split:
         """Blocks that are loaded in all, as it stands."""
         return self._end - self._floor
 
-    def follow(self, report: ShareReport, *, has_ended: bool) -> None:
+    def follow(self, report: ShareReport) -> None:
         """The worker side has said how far the load is."""
         self._num_loaded = report.num_loaded
-        self._has_ended |= has_ended
-        if has_ended or (self._asks and report.revision == self._revision):
+        self._has_ended |= report.has_ended
+        if report.has_ended or (self._asks and report.revision == self._revision):
             self._floor = self._end - report.num_blocks
             self._asks = False
 

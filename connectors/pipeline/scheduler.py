@@ -533,7 +533,7 @@ class PipelineScheduler:
         for share in report.shares:
             opened = self._open_loads.get(share.load_id)
             if opened is not None and opened.split is not None:
-                opened.split.follow(share, has_ended=share.load_id in report.loaded)
+                opened.split.follow(share)
         for load_id in report.loaded:
             self._end_load(load_id, report)
         if self._files is not None:

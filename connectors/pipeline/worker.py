@@ -387,7 +387,7 @@ class PipelineWorker:
         received = [one for one in ended if not one.is_lost]
         for one in received:
             self._invalid |= one.invalid()
-            self._shares += one.news()
+            self._shares += one.news(has_ended=True)
         return sent or None, {one.load.request_id for one in received} or None
 
     def take_invalid(self) -> set[int]:

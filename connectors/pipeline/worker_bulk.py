@@ -189,12 +189,13 @@ class BulkLoad:
         damaged = set() if self.fetching is None else self.fetching.damaged
         return damaged.union(*(chunk.bad_records for chunk in self._begun))
 
-    def news(self) -> list[ShareReport]:
-        """How far a load from the back has come, if that is not what was said last, or is final."""
+    def news(self, *, has_ended: bool = False) -> list[ShareReport]:
+        """How far a load from the back has come, if that is not what was said last, or is final:
+        `has_ended`."""
         share = self.load.share
         if share is None or self.is_lost:
             return []
-        report = ShareReport(self.load.load_id, self.revision, share, 0)
+        report = ShareReport(self.load.load_id, self.revision, share, 0, has_ended)
         if (backward := self.backward) is not None:
             report = report._replace(num_blocks=backward.share, num_loaded=backward.num_loaded)
         if report == self._told and not self.is_done:

@@ -24,6 +24,7 @@ from interlace.connectors.pipeline.messages import (
 from interlace.connectors.pipeline.options import LoadMode
 from interlace.connectors.pipeline.rates import SAMPLES_OF_A_SIZE, LoadRate
 from interlace.connectors.pipeline.worker import PipelineWorker
+from interlace.connectors.pipeline.worker_bulk import BulkLoad
 from interlace.connectors.pipeline.worker_feeder import Copies, Visit
 from interlace.connectors.pipeline_connector import PipelineConnector
 from interlace.engine.config import EngineConfig, KVTransferConfig, ModelConfig
@@ -238,6 +239,33 @@ def test_a_load_that_has_ended_takes_over_nothing_more(
     both.worker.token_s = 1.0
     both.run(request)
     assert (request.num_external_cached_tokens == 0) is fails
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("num_blocks", [38, 39, 40])
+def test_nor_does_one_whose_reads_go_on(
+    num_blocks: int, depth: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has ended, but something is still read from files for what was in no share of it: so its
+    records are kept for longer. Who takes it for under way serves blocks that nobody filled."""
+    go_on = True
+    monkeypatch.setattr(BulkLoad, "is_settled", property(lambda one: one.is_done and not go_on))
+    both = make_both(depth=depth, max_num_batched_tokens=8, token_s=0.0001, bytes_per_s=8e4)
+    go_on = False
+    both.save(prompt_of(num_blocks))
+    go_on = True
+    both.worker.is_stuck = True
+    request = both.stepper.add(prompt_of(num_blocks), max_tokens=3)
+    both.stepper.step()
+    both.worker.is_stuck = False
+    while both.stepper.scheduler._transfers.is_loading(request):
+        assert both.stepper.step()
+    assert request.num_computed_tokens < 60
+    both.worker.token_s = 1.0
+    both.stepper.run()
+    go_on = False
+    both.run(request)
+    assert request.num_external_cached_tokens > 0
 
 
 # -------------------------------------------------------------------- the steps of a front

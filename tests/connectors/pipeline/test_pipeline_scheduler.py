@@ -158,7 +158,8 @@ class LateWorker(KVConnectorBase_V1):
         ended = [load for load in self.loading if self._ends() and self._is_copied(load)]
         for load in ended:
             self.loading.remove(load)
-        self._reports += self._share_reports([*self.loading, *ended])
+        self._reports += self._share_reports(self.loading)
+        self._reports += self._share_reports(ended, has_ended=True)
         return set(metadata.release) or None, {load.request_id for load in ended} or None
 
     def _is_copied(self, load: Load) -> bool:
@@ -177,9 +178,9 @@ class LateWorker(KVConnectorBase_V1):
             self._loaded.add(load.load_id)
         return end == share
 
-    def _share_reports(self, loads: list[Load]) -> list[ShareReport]:
+    def _share_reports(self, loads: list[Load], *, has_ended: bool = False) -> list[ShareReport]:
         return [
-            ShareReport(*self._shares[load.load_id], self._num_loaded[load.load_id])
+            ShareReport(*self._shares[load.load_id], self._num_loaded[load.load_id], has_ended)
             for load in loads
             if load.share is not None
         ]

@@ -79,7 +79,7 @@ def step(number: int, computed: int, planned: int | None = None) -> PlannedStep:
 
 def test_the_load_takes_over_at_once_if_computing_is_behind() -> None:
     split = Split(7, 80, 100, SIZE)
-    split.follow(ShareReport(7, 0, 20, 18), has_ended=False)
+    split.follow(ShareReport(7, 0, 20, 18))
     share = split.adjust(step(2, 10, 20), compute_s, load_in(0.001))
     # 72 blocks are left, 10 of them by this step: 36 for each.
     assert share == Share(7, 1, 100 - 46)
@@ -90,23 +90,23 @@ def test_the_load_takes_over_at_once_if_computing_is_behind() -> None:
 def test_computing_takes_over_when_the_load_has_answered() -> None:
     split = Split(7, 10, 100, SIZE)
     assert split.adjust(step(1, 0, 10), compute_s, load_in(0.001)) is None
-    split.follow(ShareReport(7, 0, 90, 10), has_ended=False)
+    split.follow(ShareReport(7, 0, 90, 10))
     assert split.adjust(step(2, 10), compute_s, load_in(0.001)) is None, "step 1 may go on"
     share = split.adjust(step(3, 10), compute_s, load_in(0.001))
     assert share == Share(7, 1, 50)
     assert split.compute_end == 10 * SIZE
-    split.follow(ShareReport(7, 0, 90, 20), has_ended=False)
+    split.follow(ShareReport(7, 0, 90, 20))
     assert split.compute_end == 10 * SIZE, "that was said before it heard"
     assert split.adjust(step(4, 10), compute_s, load_in(0.001)) is None
-    split.follow(ShareReport(7, 1, 55, 30), has_ended=False)
+    split.follow(ShareReport(7, 1, 55, 30))
     assert split.compute_end == 45 * SIZE, "some more was under way"
 
 
 def test_what_an_ended_load_said_last_holds() -> None:
     split = Split(7, 80, 100, SIZE)
-    split.follow(ShareReport(7, 0, 20, 10), has_ended=False)
+    split.follow(ShareReport(7, 0, 20, 10))
     assert split.adjust(step(2, 0, 8), compute_s, load_in(0.001)) is not None
-    split.follow(ShareReport(7, 0, 20, 20), has_ended=True)
+    split.follow(ShareReport(7, 0, 20, 20, has_ended=True))
     assert split.compute_end == 80 * SIZE
     assert split.cancel() is None
     assert split.adjust(step(3, 8, 16), compute_s, load_in(0.001)) is None
@@ -114,7 +114,7 @@ def test_what_an_ended_load_said_last_holds() -> None:
 
 def test_a_step_is_not_added_for_a_small_gain() -> None:
     split = Split(7, 10, 12, SIZE)
-    split.follow(ShareReport(7, 0, 2, 0), has_ended=False)
+    split.follow(ShareReport(7, 0, 2, 0))
     assert split.adjust(step(9, 10), lambda *_: 0.002, load_in(0.001)) is None
 
 
