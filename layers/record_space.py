@@ -4,7 +4,7 @@ Records have numbers. Those in host memory come first; what is mapped gets numbe
 a gap before them, so that records of two mappings are never neighbours. A number is never used
 again, so who still has an old one finds nothing.
 
-Device thread; `unmap` on any, if nobody uses what it unmaps.
+Device thread; `unmap` on any, if nobody uses what it unmaps, and not at once with `map`.
 """
 
 from __future__ import annotations
@@ -84,8 +84,9 @@ class RecordSpace:
         return found is not None and record + count <= found.end
 
     def _find(self, record: int) -> _Mapping | None:
-        place = bisect.bisect_right(self._mappings, record, key=lambda one: one.first) - 1
-        found = self._mappings[place] if place >= 0 else None
+        mappings = self._mappings  # as they are now
+        place = bisect.bisect_right(mappings, record, key=lambda one: one.first) - 1
+        found = mappings[place] if place >= 0 else None
         return found if found is not None and record < found.end else None
 
     def address(self, record: int) -> int:
@@ -99,10 +100,11 @@ class RecordSpace:
     def addresses(self, records: Addresses) -> Addresses:
         """Of many that are held: uint64, of the same shape."""
         pitch = np.uint64(self._pitch)
-        if not self._mappings or not records.size or int(records.max()) < self.num_host_records:
+        mappings = self._mappings  # as they are now: another thread may unmap some meanwhile
+        if not mappings or not records.size or int(records.max()) < self.num_host_records:
             return np.uint64(self._host_at) + records * pitch
-        firsts = np.array([0, *(one.first for one in self._mappings)], np.uint64)
-        places = np.array([self._host_at, *(one.address for one in self._mappings)], np.uint64)
+        firsts = np.array([0, *(one.first for one in mappings)], np.uint64)
+        places = np.array([self._host_at, *(one.address for one in mappings)], np.uint64)
         which = np.searchsorted(firsts, records, side="right") - 1
         found: Addresses = places[which] + (records - firsts[which]) * pitch
         return found

@@ -219,25 +219,25 @@ class RegisteredSlabs:
         with self._lock:
             known = self._known  # by now: one may have been registered during the look
             again = [slab for slab in outlook.fresh if slab.name in known]
+            unwanted = [
+                slab for slab in self._fresh if slab.is_removed or slab.name in outlook.stale
+            ]
+            self._fresh = [slab for slab in self._fresh if slab not in unwanted]
             self._fresh += [slab for slab in outlook.fresh if slab.name not in known]
             removed = {name for name, one in self._held.items() if one.slab.is_removed}
             self._going = frozenset(removed | outlook.stale if self._fresh else removed)
-        for slab in again:
+        for slab in (*again, *unwanted):
             slab.close()
 
     def _let_go_of_removed(self) -> None:
         """Nobody comes by. Who promised something of these finds it gone, as with files."""
         with self._lock:
-            gone = [slab for slab in self._fresh if slab.is_removed]
-            self._fresh = [slab for slab in self._fresh if slab not in gone]
             removed = [one for one in self._held.values() if one.slab.is_removed and not one.loads]
             self._closing.update(one.slab.name for one in removed)
             for one in removed:
                 self._take_out(one)
         for one in removed:
             self._let_go(one)
-        for slab in gone:
-            slab.close()
 
     def _look_on(self) -> None:
         while not self._end.wait(LOOK_S):
@@ -259,14 +259,18 @@ class RegisteredSlabs:
                 self._refused.add(slab.name)
             slab.close()
             return
-        first = self._space.map(slab.rows.reshape(len(slab.rows), *self._space.host.shape[1:]))
+        rows = slab.rows.reshape(len(slab.rows), *self._space.host.shape[1:])
         with self._lock:
+            first = self._space.map(rows)  # here, since the thread may unmap others
             self._registering = None
             self._held[slab.name] = _Held(slab, first)
         self._news.append(MappedRecords(slab.name, first, len(slab.rows)))
 
     def _remove(self, one: _Held) -> None:
+        """Unless the thread has, meanwhile."""
         with self._lock:
+            if self._held.get(one.slab.name) is not one:
+                return
             self._take_out(one)
         self._let_go(one)
 

@@ -71,8 +71,12 @@ class MappedSlab:
 
     @property
     def is_removed(self) -> bool:
-        """Whether the file has no name any more: then it keeps its room until `close`."""
-        return os.fstat(self._fd).st_nlink == 0
+        """Whether the file has no name any more: then it keeps its room until `close`. So too if
+        its file system does not know it any more."""
+        try:
+            return os.fstat(self._fd).st_nlink == 0
+        except OSError:
+            return True
 
     def close(self) -> None:
         """Nothing reads it any more: it goes with the last who refers to it. May be repeated."""

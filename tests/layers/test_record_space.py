@@ -123,3 +123,23 @@ def test_a_copy_does_not_cross_from_one_mapping_into_another() -> None:
     for run in ((first + 3, 1, 2), (NUM_HOST - 1, 1, 3), (first + 4, 1, 1), (first + 99, 1, 1)):
         with pytest.raises(ConnectorError, match="or what is mapped beside these"):
             copies.prepare([run])
+
+
+def test_what_another_thread_unmaps_meanwhile_moves_no_address(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Copies of others are made at that moment: from somewhere else, they would not even fail."""
+    space = new_space()
+    first, second = space.map(rows_of(4)), space.map(rows_of(2))
+    records = np.array([0, second + 1], np.uint64)
+    wanted = space.addresses(records)
+    make_array = np.array
+
+    def unmap_behind_it(*args: Any) -> Any:
+        made = make_array(*args)
+        space.unmap(first)
+        return made
+
+    monkeypatch.setattr(np, "array", unmap_behind_it)
+    assert space.addresses(records).tolist() == wanted.tolist()
+    assert not space.holds(first, 1)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +15,7 @@ from host_memory import StrictMemory
 from interlace.connectors.pipeline.messages import Load, PipelineMetadata, RecordRun
 from interlace.connectors.pipeline.worker_maps import RegisteredSlabs
 from interlace.connectors.slab_store.mapping import MappedSlab, Outlook
-from interlace.layers.record_space import RecordSpace
+from interlace.layers.record_space import RecordBytes, RecordSpace
 
 SHAPE = (1, 4096)
 """Of a record."""
@@ -215,3 +218,82 @@ def test_a_folder_that_cannot_be_looked_at_costs_nothing_but_a_word(
     kit.maps.open_recent()
     assert "none is registered: no" in caplog.text
     assert kit.maps.close(1)
+
+
+def test_what_the_thread_lets_go_of_meanwhile_is_not_let_go_of_twice(
+    kit: Kit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It saw that nobody came by for a second; now somebody does, and both find the same slab."""
+    kit.wanted = ["a"]
+    kit.maps.open_recent()
+    kit.remove("a")
+    kit.maps.look()
+    kit.visit(is_computing=True)
+    kit.step(closed=frozenset({"a"}))
+    remove = kit.maps._remove
+
+    def remove_late(one: Any) -> None:
+        kit.maps._let_go_of_removed()
+        remove(one)
+
+    monkeypatch.setattr(kit.maps, "_remove", remove_late)
+    kit.visit()
+    assert not kit.memory.registered
+    kit.maps.close(1)
+
+
+def test_what_waits_for_room_and_is_removed_or_unwanted_is_let_go_of(tmp_path: Path) -> None:
+    """Else it would keep its room on the disk while requests come, and others from being
+    registered."""
+    kit = Kit(tmp_path, most_records=3)
+    kit.wanted = ["a"]
+    kit.maps.open_recent()
+    kit.maps.take_news()
+    kit.wanted, kit.stale = ["b"], {"a"}
+    kit.maps.look()
+    kit.remove("b")
+    kit.wanted, kit.stale = ["a"], set()
+    kit.maps.look()
+    assert not kit.maps._fresh, "removed"
+    kit.wanted, kit.stale = ["c"], {"a"}
+    kit.maps.look()
+    kit.wanted, kit.stale = ["a"], {"c"}
+    kit.maps.look()
+    assert not kit.maps._fresh, "not wanted any more"
+    kit.maps.close(1)
+
+
+def test_a_file_that_its_server_forgets_counts_as_removed(
+    kit: Kit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stale handle of a network's file system; the thread lives on."""
+    kit.wanted = ["a"]
+    kit.maps.open_recent()
+    kit.maps.take_news()
+    kit.wanted = []
+    with monkeypatch.context() as patched:
+
+        def stale(fd: int) -> os.stat_result:
+            raise OSError(errno.ESTALE, "stale file handle")
+
+        patched.setattr(os, "fstat", stale)
+        kit.maps.look()
+    assert kit.visit() == ([], {"a"})
+    kit.maps.close(1)
+
+
+def test_nothing_is_unmapped_while_something_is_mapped(
+    kit: Kit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the thread, at that moment: what was just mapped would be lost, and never be loaded."""
+    kit.wanted = ["a"]
+    kit.maps.look()
+    add = kit.space.map
+
+    def add_alone(rows: RecordBytes) -> int:
+        assert kit.maps._lock.locked()
+        return add(rows)
+
+    monkeypatch.setattr(kit.space, "map", add_alone)
+    assert kit.visit() == (["a"], set())
+    kit.maps.close(1)
