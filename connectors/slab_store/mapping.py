@@ -48,6 +48,9 @@ class MappedSlab:
             if os.fstat(fd).st_size < first_byte + num_bytes:
                 raise DamagedSlabError(f"{path.name} was cut off")
             memory = mmap.mmap(fd, num_bytes, mmap.MAP_SHARED, mmap.PROT_READ, offset=first_byte)
+        except ValueError as error:  # Python has looked once more
+            os.close(fd)
+            raise DamagedSlabError(f"{path.name} was cut off") from error
         except BaseException:
             os.close(fd)
             raise

@@ -297,3 +297,18 @@ def test_nothing_is_unmapped_while_something_is_mapped(
     monkeypatch.setattr(kit.space, "map", add_alone)
     assert kit.visit() == (["a"], set())
     kit.maps.close(1)
+
+
+def test_another_file_by_the_name_of_one_that_was_let_go_of_is_left_alone(kit: Kit) -> None:
+    """The scheduler side would answer that it is closed, and go on ordering loads from it."""
+    kit.wanted = ["a"]
+    kit.maps.open_recent()
+    kit.maps.take_news()
+    kit.remove("a")
+    kit.now_s += 2
+    kit.maps.look()
+    assert not kit.memory.registered
+    kit.wanted = ["a"]
+    kit.maps.look()
+    assert kit.visit() == ([], {"a"})
+    kit.maps.close(1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import mmap
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -158,3 +159,21 @@ def test_a_file_that_was_cut_off_is_not_mapped(tmp_path: Path) -> None:
     assert names(one.look(())) == []
     with pytest.raises(DamagedSlabError, match="was cut off"):
         MappedSlab.open(tmp_path / name, first_byte=8192, num_records=1, record_bytes=RECORD_BYTES)
+
+
+def test_a_file_that_is_cut_off_at_that_moment_is_not_mapped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python looks at its size once more, and has an error of its own for it."""
+    name = sealed(tmp_path, [1, 2], 100.0)
+    looking = scout(tmp_path)
+    map_file = mmap.mmap
+
+    def cut_off_first(fd: int, num_bytes: int, *args: int, **options: int) -> mmap.mmap:
+        os.truncate(tmp_path / name, 100)
+        return map_file(fd, num_bytes, *args, **options)
+
+    monkeypatch.setattr(mmap, "mmap", cut_off_first)
+    before = len(os.listdir("/proc/self/fd"))  # noqa: PTH208
+    assert names(looking.look(())) == []
+    assert len(os.listdir("/proc/self/fd")) == before  # noqa: PTH208
