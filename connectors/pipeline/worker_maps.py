@@ -234,8 +234,8 @@ class RegisteredSlabs:
         with self._lock:
             removed = [one for one in self._held.values() if one.slab.is_removed and not one.loads]
             self._closing.update(one.slab.name for one in removed)
-            # Of these the scheduler side does not know yet: another one by such a name would be taken
-            # for closed.
+            # The scheduler side does not know yet: another one by such a name would be taken for
+            # closed.
             self._refused.update(one.slab.name for one in removed)
             for one in removed:
                 self._take_out(one)
