@@ -169,13 +169,16 @@ class Reads:
         (one,) = self.read_all([(place, buffer)])
         return one
 
-    def read_all(self, wanted: Sequence[tuple[StoredPlace, Buffer]]) -> list[Read]:
+    def read_all(
+        self, wanted: Sequence[tuple[StoredPlace, Buffer]], *, work_bytes: int = WORK_BYTES
+    ) -> list[Read]:
         """Read each record into its buffer, which is nobody else's until the read is settled; the
-        first ones first. Never raises: see `Read.error`."""
+        first ones first. `work_bytes` of a work, which ends as a whole. Never raises: see
+        `Read.error`."""
         self.poll()
         reads = [Read(place) for place, _ in wanted]
         record_bytes = wanted[0][1].nbytes if wanted else 1
-        size = min(max(1, WORK_BYTES // record_bytes), MOST_OF_WORK)
+        size = min(max(1, work_bytes // record_bytes), MOST_OF_WORK)
         for first in range(0, len(reads), size):
             part = slice(first, first + size)
             buffers = (buffer for _, buffer in wanted[part])
