@@ -43,6 +43,7 @@ Read on in this order:
     pipeline/layer_pipeline.py   copies, layer by layer or beside the steps
     pipeline/layer_groups.py     which layers share a gate
     pipeline/worker_loads.py     what one step loads within itself
+    pipeline/worker_step_load.py which of that has failed
     pipeline/worker_feeder.py    what goes on beside the steps, slice by slice
     pipeline/worker_backward.py  the same from the back, with a share that may change
     pipeline/worker_deadlines.py what happens when a copy does not return

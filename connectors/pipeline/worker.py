@@ -14,7 +14,6 @@ from interlace.connectors.pipeline.layer_pipeline import (
     FedTransfer,
     LaneCopies,
     LayerPipeline,
-    PipelinedLoad,
     SaveTransfer,
     Visit,
 )
@@ -31,10 +30,11 @@ from interlace.connectors.pipeline.messages import (
 )
 from interlace.connectors.pipeline.options import PipelineOptions
 from interlace.connectors.pipeline.records import HostRecords
-from interlace.connectors.pipeline.worker_bulk import BulkLoad, Chunk, block_ids_of
+from interlace.connectors.pipeline.worker_bulk import BulkLoad, Chunk
 from interlace.connectors.pipeline.worker_checks import LoadCheck
 from interlace.connectors.pipeline.worker_files import FileWork
 from interlace.connectors.pipeline.worker_samples import StepSampler
+from interlace.connectors.pipeline.worker_step_load import StepLoad
 from interlace.connectors.slab_store.space import Space
 from interlace.engine.errors import ConnectorError
 from interlace.engine.ports import Lanes, LayerGates
@@ -94,7 +94,7 @@ class PipelineWorker:
         self._begun_step = 0
         self._has_forward = False  # of this step
         self._unsent: tuple[Save, ...] = ()  # saves of this step, until its forward is queued
-        self._step_loads: list[_StepLoad] = []
+        self._step_loads: list[StepLoad] = []
         self._bulk_loads: list[BulkLoad] = []
         self._saves: dict[int, SaveTransfer] = {}
         self._sent: set[str] = set()
@@ -240,7 +240,7 @@ class PipelineWorker:
                 by_layer=by_layer,
                 checks=[self._check(load.runs, load.checksums) for load in within],
             )
-            self._step_loads.append(_StepLoad(within, pipelined))
+            self._step_loads.append(StepLoad(within, pipelined))
         for load in metadata.loads:
             if load.is_async:
                 self._start_beside(load)
@@ -485,7 +485,7 @@ class PipelineWorker:
     def _take_ended_loads(self) -> tuple[LoadSample, ...]:
         """Take note of loads within a step that have ended; how long they took."""
         samples: list[LoadSample] = []
-        under_way: list[_StepLoad] = []
+        under_way: list[StepLoad] = []
         for one in self._step_loads:
             if not one.pipelined.is_done or one.owes_verdict:
                 under_way.append(one)
@@ -520,53 +520,3 @@ class _Opened(NamedTuple):
     """Name -> place in the records."""
     sampler: StepSampler
     files: FileWork | None
-
-
-class _StepLoad:
-    """What a step loads within itself, and for whom."""
-
-    def __init__(self, loads: list[Load], pipelined: PipelinedLoad) -> None:
-        self.loads = loads
-        self.pipelined = pipelined
-        self._judged: set[int] | None = None
-        """Loads, by number, that were told to have failed, once that is asked."""
-        self._has_verdict = False
-        self.damaged: set[int] = set()
-        """Records whose content is not what was stored."""
-
-    @property
-    def owes_verdict(self) -> bool:
-        """Whether `take_late` is to say whether what came is good."""
-        return self.pipelined.has_checks and not self._has_verdict
-
-    def take_invalid(self) -> set[int]:
-        """Blocks of the loads that failed, once: the step that loads them is over."""
-        if self._judged is not None:
-            return set()
-        self._judged = set()
-        return self._take_failed()
-
-    def _take_failed(self) -> set[int]:
-        """Blocks of loads that have failed since this was asked."""
-        assert self._judged is not None
-        errors = enumerate(self.pipelined.errors)
-        failed = {number for number, error in errors if error is not None} - self._judged
-        self._judged |= failed
-        return set().union(*(block_ids_of(self.loads[number].runs) for number in failed))
-
-    def take_late(self, pipeline: LayerPipeline) -> set[int]:
-        """The step's tokens have come: blocks that have turned out bad, once. Waits for that."""
-        if self._judged is None:
-            return set()
-        self._has_verdict = True
-        bad = pipeline.wait_for_checks(self.pipelined)
-        if not bad:
-            return self._take_failed()
-        runs = (run for load in self.loads for run in load.runs)
-        self.damaged |= {
-            record + i
-            for record, block_id, count in runs
-            for i in range(count)
-            if block_id + i in bad
-        }
-        return bad | self._take_failed()
