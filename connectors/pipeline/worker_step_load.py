@@ -1,5 +1,5 @@
-"""What one step loads within itself, as the worker side follows it: which of it has failed, and when
-that is known. Device thread."""
+"""What one step loads within itself, as the worker side follows it: which of it has failed, and
+when that is known. Device thread."""
 
 from __future__ import annotations
 
