@@ -39,7 +39,8 @@ FIGURES = {
     Part.FIRST_TOKEN: {"load ms", "compute ms", "serial ms", "pipelined ms", "hidden share"},
     Part.CROSSOVER: {"load ms", "compute ms", "hidden share"},
     Part.MODES: {"auto ms", "bulk ms", "layerwise ms", "hybrid ms", "recompute ms", "auto / best"},
-    Part.SPLIT: {"hybrid ms", "predicted ms", "hybrid / predicted", "best other / hybrid"},
+    # What is predicted is told only where the rates see something to split: by chance, here.
+    Part.SPLIT: {"hybrid ms", "best other / hybrid", "tokens loaded"},
     Part.MIXED: {"loaded / cached", "with the next gap"},
     Part.BESIDE: {"p99, loads / cached", "loads GB/s"},
     Part.GAPS: {"step alone ms", "p99 gap ms", "loaded tokens"},
