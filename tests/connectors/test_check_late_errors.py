@@ -7,7 +7,7 @@ from typing import Any
 from interlace.connectors.conformance import check_connector
 from interlace.connectors.example_connector import ExampleConnector
 
-ONLY = ("failures-exact", "loaded-kv-right", "layer-loads-complete", "reported-once", "tokens-hit")
+ONLY = ("failures-exact", "loaded-kv-right", "layer-loads-complete")
 
 
 class LateExample(ExampleConnector):
