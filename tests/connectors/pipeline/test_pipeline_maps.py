@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import collections
 import random
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,7 +25,7 @@ from pipeline_files_kit import (
 )
 from pipeline_kit import BLOCK_SIZE, RECORD_BYTES, ask, forget_on_device, some_tokens
 
-from interlace import AsyncEngine
+from interlace import AsyncEngine, EngineConfig, KVTransferConfig
 from interlace.connectors.pipeline import worker_maps
 from interlace.connectors.slab_store import slab as slabs
 
@@ -220,3 +221,52 @@ async def test_slabs_that_come_and_go_under_random_traffic(
             await forget_on_device(engine)
     assert memory.num_registered > 1, seen
     assert counts["blocks_loaded_from_files"] > 0 or load_mode == "auto"
+
+
+@asynccontextmanager
+async def below_multi(folder: Path, load_mode: str, depth: int) -> AsyncIterator[AsyncEngine]:
+    """Beside another child that stores nothing."""
+
+    def child(**options: Any) -> dict[str, Any]:
+        extra = {"host_bytes": 100 * RECORD_BYTES, "load_mode": load_mode, **options}
+        return {"kv_connector": "PipelineConnector", "kv_connector_extra_config": extra}
+
+    store = {"store": "file", "path": str(folder), "min_free_bytes": 0, "slab_bytes": 1 << 16}
+    config = EngineConfig(
+        block_size=BLOCK_SIZE,
+        num_gpu_blocks_override=61,
+        skip_tokenizer_init=True,
+        max_inflight_steps=depth,
+        max_num_batched_tokens=32,
+        kv_transfer_config=KVTransferConfig(
+            kv_connector="MultiConnector",
+            kv_role="kv_both",
+            kv_load_failure_policy="recompute",
+            kv_connector_extra_config={"connectors": [child(), child(**store)]},
+        ),
+    )
+    async with AsyncEngine.from_loaded(config, deep_model()) as engine:
+        yield engine
+
+
+@pytest.mark.parametrize("is_damaged", [False, True])
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("load_mode", ["bulk", "layerwise"])
+async def test_below_a_multi_connector(
+    load_mode: str, depth: int, is_damaged: bool, tmp_path: Path, memory: StrictMemory
+) -> None:
+    """What is found bad when a step's tokens have come is heard of through it."""
+    folder, model = tmp_path / "kv", deep_model()
+    async with below_multi(folder, load_mode, depth) as engine:
+        right(model, PROMPT, await ask(engine, PROMPT, 3))
+        await forget_on_device(engine)
+    if is_damaged:
+        damage(folder, random.Random(depth), load_mode)
+    registered = memory.num_registered
+    async with below_multi(folder, load_mode, depth) as engine:
+        assert memory.num_registered == registered + 1
+        done = await ask(engine, PROMPT, 5)
+        right(model, PROMPT, done)
+        assert is_damaged == (engine.snapshot().stats.num_invalid_blocks > 0)
+        await forget_on_device(engine)
+        right(model, PROMPT, await ask(engine, PROMPT, 5))
