@@ -57,6 +57,7 @@ Read on in this order:
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -127,8 +128,12 @@ class PipelineConnector(KVConnectorBase_V1):
     def _make_worker_side(self) -> None:
         from interlace.connectors.pipeline.worker import PipelineWorker
 
-        make_space = self._space if self.options.has_files else None
-        self._worker_side = PipelineWorker(self.options, self.lanes, make_space=make_space)
+        self._worker_side = PipelineWorker(self.options, self.lanes, make_space=self._make_space)
+
+    @property
+    def _make_space(self) -> Callable[[int, int], Space] | None:
+        """See `PipelineWorker`."""
+        return self._space if self.options.has_files else None
 
     def _space(self, num_layers: int, page_bytes: int) -> Space:
         """What a store of files is to hold."""

@@ -57,8 +57,7 @@ class MeteredPipelineConnector(PipelineConnector):
         self._slowdown = 1
 
     def _make_worker_side(self) -> None:
-        make_space = self._space if self.options.has_files else None
-        self._worker_side = MeteredWorker(self.options, self.lanes, self._meter, make_space)
+        self._worker_side = MeteredWorker(self.options, self.lanes, self._meter, self._make_space)
 
     def set_xfer_handshake_metadata(
         self, metadata: dict[int, KVConnectorHandshakeMetadata]

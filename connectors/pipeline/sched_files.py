@@ -143,12 +143,12 @@ class FileTier:
                 num_fetched += 1
         return Stored(len(block_hashes), num_fetched, at_hand)
 
-    def settle_mapped(self, mapped: Iterable[Found], damaged: Container[int]) -> None:
+    def settle_mapped(self, mapped: Sequence[Found], damaged: Container[int]) -> None:
         """A load from these has ended."""
         for found in mapped:
             if found.record in damaged:
                 self._stored.lose(found.place.entry.block_hash, found.place)
-        self._counter.add("blocks_loaded_from_files", len(tuple(mapped)))
+        self._counter.add("blocks_loaded_from_files", len(mapped))
 
     def refresh(self) -> None:
         """Somebody asks: see what others have stored, if it is time for that."""

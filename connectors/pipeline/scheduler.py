@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from interlace.connectors.pipeline.host_index import HostIndex
@@ -412,10 +412,16 @@ class PipelineScheduler:
         """Nothing is loaded of what was taken for these blocks."""
         assert self._files is not None, "else nothing is missing"
         fetched = [taken.records[block_hash] for block_hash in taken.fetched]
-        others = {*fetched, *(one.record for one in taken.mapped)}
-        self.index.unpin([record for record in taken.records.values() if record not in others])
+        self._unpin(taken.records.values(), fetched, taken.mapped)
         self._files.settle(fetched, frozenset(fetched), frozenset(), {}, fetched)
         return Taken({}, (), (), tuple(block_hashes))
+
+    def _unpin(
+        self, records: Iterable[int], fetched: Iterable[int], mapped: Iterable[Found]
+    ) -> None:
+        """A load reads these no more: what is fetched, or mapped, is not pinned."""
+        others = {*fetched, *(one.record for one in mapped)}
+        self.index.unpin([record for record in records if record not in others])
 
     def _take(self, block_hashes: Sequence[bytes], at_hand: Mapping[bytes, Found]) -> Taken:
         if self._files is not None:
@@ -568,9 +574,8 @@ class PipelineScheduler:
         opened = self._open_loads.pop(load_id, None)
         if opened is None:
             return
-        others = {*opened.fetched, *(one.record for one in opened.mapped)}
-        self.index.unpin([record for record in opened.records.values() if record not in others])
-        if self._files is not None and others:
+        self._unpin(opened.records.values(), opened.fetched, opened.mapped)
+        if self._files is not None and (opened.fetched or opened.mapped):
             parents = dict(zip(opened.prefix[1:], opened.prefix, strict=False))
             self._files.settle(
                 opened.fetched, report.unfetched, report.damaged, parents, report.unneeded

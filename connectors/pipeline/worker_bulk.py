@@ -56,16 +56,16 @@ class Chunk:
         """Whose content is not what was stored."""
         check = None if self.transfer is None else self.transfer.check
         bad = set() if check is None else check.bad
-        return _records_of(self.runs, bad) if bad else set()
+        return records_of(self.runs, bad) if bad else set()
 
     @property
     def good_records(self) -> set[int]:
         """That have been copied, and checked if that was asked for."""
         if isinstance(self.transfer, BackwardTransfer):
-            return _records_of(self.runs, block_ids_of(self.transfer.loaded()))
+            return records_of(self.runs, block_ids_of(self.transfer.loaded()))
         if self.transfer is None or self.transfer.error is not None or not self.transfer.is_done:
             return set()
-        return _records_of(self.runs, block_ids_of(self.runs) - self.invalid)
+        return records_of(self.runs, block_ids_of(self.runs) - self.invalid)
 
 
 class BulkLoad:
@@ -182,7 +182,7 @@ class BulkLoad:
         """Now that it is settled: those of these whose blocks were not to be filled after all."""
         if not unfetched or self.load.share is None:
             return set()
-        return unfetched - _records_of(self.load.runs, self.invalid())
+        return unfetched - records_of(self.load.runs, self.invalid())
 
     def damaged(self) -> set[int]:
         """Now that it is settled: records that are of no use, see `PipelineReport.damaged`."""
@@ -247,7 +247,7 @@ def block_ids_of(runs: Iterable[tuple[int, int, int]]) -> set[int]:
     return {block_id + i for _, block_id, num_blocks in runs for i in range(num_blocks)}
 
 
-def _records_of(runs: Iterable[tuple[int, int, int]], blocks: Container[int]) -> set[int]:
+def records_of(runs: Iterable[tuple[int, int, int]], blocks: Container[int]) -> set[int]:
     """From which these blocks are loaded."""
     return {
         record + i

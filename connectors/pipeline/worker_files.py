@@ -38,7 +38,7 @@ from interlace.connectors.slab_store.mapping import Scout
 from interlace.connectors.slab_store.reading import WORK_BYTES, KnownSlabs, Read, Reads
 from interlace.connectors.slab_store.slab_writer import NewRecord
 from interlace.connectors.slab_store.space import Space
-from interlace.connectors.slab_store.writing import Write, WriteBehind, WriteCounts
+from interlace.connectors.slab_store.writing import Write, WriteBehind
 from interlace.engine.errors import ConfigError
 from interlace.engine.ports import Lanes
 from interlace.layers.cuda_host_memory import HostMemory
@@ -210,11 +210,6 @@ class FileWork:
         self.maps.begin_step(metadata)
         for order in metadata.stores:
             self.store(order)
-
-    @property
-    def counts(self) -> WriteCounts:
-        """Of records that were to be written."""
-        return self._writes.counts
 
     def fetch(self, fetches: tuple[Fetch, ...], *, from_the_back: bool = False) -> Fetching:
         """Begin to read these, the first ones first, or the last ones."""

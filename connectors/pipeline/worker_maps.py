@@ -117,7 +117,7 @@ class RegisteredSlabs:
     def num_bytes(self) -> int:
         """Registered now. Any thread."""
         with self._lock:
-            return sum(one.slab.num_bytes for one in self._held.values())
+            return self._num_held_bytes
 
     def begin_step(self, metadata: PipelineMetadata) -> None:
         """What is loaded from here stays until `end_load`; of what was closing nothing more is."""
@@ -166,12 +166,16 @@ class RegisteredSlabs:
     def _next_fresh(self) -> MappedSlab | None:
         """What is to be registered next, if there is room for it."""
         with self._lock:
-            held = sum(one.slab.num_bytes for one in self._held.values())
-            if self._fresh and held + self._fresh[0].num_bytes <= self._most_bytes:
+            if self._fresh and self._num_held_bytes + self._fresh[0].num_bytes <= self._most_bytes:
                 slab = self._fresh.pop(0)
                 self._registering = slab.name
                 return slab
         return None
+
+    @property
+    def _num_held_bytes(self) -> int:
+        """Under the lock."""
+        return sum(one.slab.num_bytes for one in self._held.values())
 
     def _begin_closing(self) -> None:
         """Under the lock."""
@@ -299,7 +303,6 @@ class NothingRegistered:
     """In place of `RegisteredSlabs`, where nothing can be registered, or should be."""
 
     has_news = False
-    num_bytes = 0
 
     def open_recent(self) -> None:
         """Nothing."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from interlace.connectors.pipeline.layer_pipeline import LayerPipeline, PipelinedLoad
 from interlace.connectors.pipeline.messages import Load
-from interlace.connectors.pipeline.worker_bulk import block_ids_of
+from interlace.connectors.pipeline.worker_bulk import block_ids_of, records_of
 
 
 class StepLoad:
@@ -49,10 +49,5 @@ class StepLoad:
         if not bad:
             return self._take_failed()
         runs = (run for load in self.loads for run in load.runs)
-        self.damaged |= {
-            record + i
-            for record, block_id, count in runs
-            for i in range(count)
-            if block_id + i in bad
-        }
+        self.damaged |= records_of(runs, bad)
         return bad | self._take_failed()

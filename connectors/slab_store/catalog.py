@@ -164,7 +164,7 @@ class Catalog:
             self._ignore(name, str(error))
             return
         shape = slab.header.shape
-        if slab.header.space != self._space.facts and not self._differs_in_name_only(slab):
+        if not self._space.is_named_by(slab.header.space):
             self._ignore(name, "its header says that it holds other KV than its folder")
         elif shape.record_bytes != self._space.record_bytes:
             self._ignore(name, f"its records have {shape.record_bytes} bytes")
@@ -172,11 +172,6 @@ class Catalog:
             self._slabs[name] = slab
             return
         slab.close()
-
-    def _differs_in_name_only(self, slab: Slab) -> bool:
-        """A model may go by several names."""
-        named = {**self._space.facts, "model_name": slab.header.space.get("model_name")}
-        return slab.header.space == named
 
     def _ignore(self, name: str, why: str) -> None:
         self._ignored.add(name)

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from interlace.connectors.slab_store.files import open_to_read
 from interlace.connectors.slab_store.layout import HEADER_BYTES, VERSION, SlabHeader
 from interlace.connectors.slab_store.slab import SUFFIX
 from interlace.connectors.slab_store.slab_writer import NEW_SUFFIX, SlabWriter
@@ -477,7 +478,7 @@ def is_no_room(error: Exception) -> bool:
 
 def has_writer(path: Path) -> bool:
     """Whether a living process writes to the slab. Never waits. Raises: `OSError`."""
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    fd = open_to_read(path)
     try:
         # Shared: readers ask in the same way, and must not take each other for a writer.
         return not _try_lock(fd, fcntl.LOCK_SH)

@@ -5,9 +5,16 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Sequence
+from pathlib import Path
 
 _MOST_BYTES = 1 << 30
 """The kernel moves less than 2 GiB in a call."""
+
+
+def open_to_read(path: Path) -> int:
+    """A descriptor of this file, and of no link. Never waits: a pipe by that name would be waited
+    for until somebody writes to it. Raises: `OSError`."""
+    return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
 
 
 def read_at(fd: int, buffer: memoryview, offset: int) -> int:

@@ -19,11 +19,10 @@ from typing import NamedTuple, Self
 import numpy as np
 import numpy.typing as npt
 
+from interlace.connectors.slab_store.files import open_to_read
 from interlace.connectors.slab_store.layout import DamagedSlabError
 from interlace.connectors.slab_store.slab import SUFFIX, Slab
 from interlace.connectors.slab_store.space import Space
-
-_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
 
 class MappedSlab:
@@ -43,7 +42,7 @@ class MappedSlab:
         Raises: `OSError`; `DamagedSlabError` if the file is shorter.
         """
         num_bytes = num_records * record_bytes
-        fd = os.open(path, _FLAGS)
+        fd = open_to_read(path)
         try:
             if os.fstat(fd).st_size < first_byte + num_bytes:
                 raise DamagedSlabError(f"{path.name} was cut off")
@@ -177,9 +176,8 @@ class Scout:
     def _usable(self, slab: Slab, num_records: int) -> _Sealed | None:
         """None unless its records lie as those in memory do."""
         shape = slab.header.shape
-        named = {**self._space.facts, "model_name": slab.header.space.get("model_name")}
         lie_alike = shape.pitch == shape.record_bytes == self._space.record_bytes
-        if not lie_alike or slab.header.space != named or not num_records:
+        if not lie_alike or not self._space.is_named_by(slab.header.space) or not num_records:
             return None
         return _Sealed(shape.data_at, num_records)
 

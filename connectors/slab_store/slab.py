@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from interlace.connectors.slab_store.checksum import checksum
-from interlace.connectors.slab_store.files import read_all_at, read_at
+from interlace.connectors.slab_store.files import open_to_read, read_all_at, read_at
 from interlace.connectors.slab_store.layout import (
     ENTRY_BYTES,
     HEADER_BYTES,
@@ -31,8 +31,6 @@ from interlace.connectors.slab_store.layout import (
 )
 
 SUFFIX = ".slab"
-# Not to wait: a pipe by that name would be waited for until somebody writes to it.
-_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 _TOUCH_S = 1.0
 _LOOK_RECORDS = 512
 """So many places of an index are read at a time: one that fills up is asked often, and is mostly
@@ -60,7 +58,7 @@ class Slab:
     @classmethod
     def open(cls, path: Path) -> Self:
         """Raises: `OSError`; `DamagedSlabError` if it is no slab, or was cut off."""
-        fd = os.open(path, _FLAGS)
+        fd = open_to_read(path)
         try:
             if not stat.S_ISREG(os.fstat(fd).st_mode):
                 raise DamagedSlabError("it is no file")
@@ -196,7 +194,7 @@ class Slab:
 
     def _opened_again(self) -> int:
         """A parked one. Raises: `DamagedSlabError`, `OSError`."""
-        fd = os.open(self.path, _FLAGS)
+        fd = open_to_read(self.path)
         if _identity(os.fstat(fd)) != self._identity:
             os.close(fd)
             raise DamagedSlabError(f"{self.path.name} is another file now")

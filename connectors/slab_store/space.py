@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+from collections.abc import Mapping
 from typing import Any
 
 from interlace.connectors.kv_folders.identity import KVIdentity
@@ -30,6 +31,10 @@ class Space:
     def facts(self) -> dict[str, Any]:
         """As the header of each slab has them, in clear text."""
         return {**self._decisive, "model_name": self.model_name}
+
+    def is_named_by(self, facts: Mapping[str, Any]) -> bool:
+        """Whether a header's facts are these; a model may go by several names."""
+        return facts == {**self.facts, "model_name": facts.get("model_name")}
 
     @property
     def _decisive(self) -> dict[str, Any]:

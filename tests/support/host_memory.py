@@ -47,7 +47,7 @@ def registering_in(memory: StrictMemory, monkeypatch: pytest.MonkeyPatch) -> Non
         connector._worker_side = PipelineWorker(
             connector.options,
             connector.lanes,
-            make_space=connector._space if connector.options.has_files else None,
+            make_space=connector._make_space,
             host_memory=memory,
         )
 

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from interlace.connectors.kv_folders.identity import KVIdentity
 from interlace.connectors.slab_store.directory import MARKER, Limits, SlabDirectory, SlabFile
-from interlace.connectors.slab_store.files import read_at
+from interlace.connectors.slab_store.files import open_to_read, read_at
 from interlace.connectors.slab_store.inspection.reports import FileReport, LeftOut
 from interlace.connectors.slab_store.layout import (
     HASH_BYTES,
@@ -151,15 +151,10 @@ def survey(directory: SlabDirectory, progress: Progress) -> Survey:
     )
 
 
-def _open(path: Path) -> int:
-    """Never waits, be it a pipe. Raises: `OSError`."""
-    return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-
-
 def read_part(path: Path, num_bytes: int, offset: int) -> bytes:
     """So many bytes, the rest zeros if the file ends. Raises: `OSError`."""
     data = bytearray(num_bytes)
-    fd = _open(path)
+    fd = open_to_read(path)
     try:
         read_at(fd, memoryview(data), offset)
     finally:
