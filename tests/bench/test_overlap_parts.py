@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import json
 from collections.abc import Iterator
@@ -11,29 +10,17 @@ from pathlib import Path
 
 import pytest
 from bench_kit import CountingProgress
-from overlap_kit import SMALL
+from overlap_kit import SMALL, tiny_prepared
 
 from interlace.bench.overlap.names import Part
 from interlace.bench.overlap.session import run_overlap
 from interlace.bench.overlap.sizes import Sizes
 from interlace.bench.part_reports import merged
 from interlace.bench.report import Report
-from interlace.bench.session import Prepared, prepare
-from interlace.bench.settings import Settings
+from interlace.bench.session import Prepared
 from interlace.engine.clock import MonotonicClock
 from interlace.engine.errors import InterlaceError
-from interlace.layers.checkpoint.loading import Silent
 
-CONFIG = {
-    "architectures": ["LlamaForCausalLM"],
-    "num_hidden_layers": 2,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 500,
-    "max_position_embeddings": 512,
-}
 FIGURES = {
     Part.LINK: {"GB/s", "of one copy", "submit ms", "runs", "of records", "copies"},
     Part.FIRST_TOKEN: {"load ms", "compute ms", "serial ms", "pipelined ms", "hidden share"},
@@ -51,10 +38,7 @@ FIGURES = {
 
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prepared]:
-    folder = tmp_path_factory.mktemp("model")
-    (folder / "config.json").write_text(json.dumps(CONFIG))
-    settings = Settings(f"dummy:{folder}/config.json")
-    with contextlib.closing(prepare(settings, Silent())) as found:
+    with tiny_prepared(tmp_path_factory.mktemp("model")) as found:
         yield found
 
 

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
-import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 from bench_kit import CountingProgress
+from overlap_kit import tiny_prepared
 
 from interlace.bench.overlap.rig import Rig
 from interlace.bench.overlap.sizes import Sizes
 from interlace.bench.part_reports import merged
 from interlace.bench.report import Report
-from interlace.bench.session import Prepared, prepare
-from interlace.bench.settings import Settings
+from interlace.bench.session import Prepared
 from interlace.bench.store.names import Part
 from interlace.bench.store.rig import StoreSizes
 from interlace.bench.store.session import StoreWork, run_store
@@ -27,18 +25,7 @@ from interlace.connectors.slab_store.space import Space
 from interlace.connectors.slab_store.writing import StoredPlace
 from interlace.engine.clock import MonotonicClock
 from interlace.engine.errors import InterlaceError
-from interlace.layers.checkpoint.loading import Silent
 
-CONFIG = {
-    "architectures": ["LlamaForCausalLM"],
-    "num_hidden_layers": 2,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 500,
-    "max_position_embeddings": 512,
-}
 SIZES = Sizes(128, (16, 3), 1, num_decoders=1)
 STORE_SIZES = StoreSizes(read_bytes=1 << 19, num_records=300, lookup_blocks=40, lookups=3)
 FIGURES = {
@@ -60,10 +47,7 @@ FIGURES = {
 
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prepared]:
-    folder = tmp_path_factory.mktemp("model")
-    (folder / "config.json").write_text(json.dumps(CONFIG))
-    settings = Settings(f"dummy:{folder}/config.json")
-    with contextlib.closing(prepare(settings, Silent())) as found:
+    with tiny_prepared(tmp_path_factory.mktemp("model")) as found:
         yield found
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from slab_kit import flip
 from typer.testing import CliRunner
 
 from interlace.cli import store as store_module
@@ -87,14 +88,6 @@ def write(root: Path, name: str, blocks: dict[int, int], space: Space, *ages_s: 
 def age(path: Path, used_s: int) -> None:
     used_ns = NOW_NS - used_s * 10**9
     os.utime(path, ns=(used_ns, used_ns))
-
-
-def flip(path: Path, offset: int) -> None:
-    with path.open("r+b") as file:
-        file.seek(offset)
-        byte = file.read(1)[0]
-        file.seek(offset)
-        file.write(bytes([byte ^ 8]))
 
 
 @pytest.fixture
@@ -274,9 +267,9 @@ def test_a_sound_store(store: Path) -> None:
 @pytest.fixture
 def damaged(store: Path) -> Path:
     """Bad: a record of a, a record of d that is written to, all of c."""
-    flip(store / TOY_FOLDER / "a.slab", SHAPE.record_at(1) + 77)
-    flip(store / TOY_FOLDER / "d.slab", SHAPE.record_at(0))
-    flip(store / BIG_FOLDER / "c.slab", 30)
+    flip(store / TOY_FOLDER / "a.slab", SHAPE.record_at(1) + 77, bit=3)
+    flip(store / TOY_FOLDER / "d.slab", SHAPE.record_at(0), bit=3)
+    flip(store / BIG_FOLDER / "c.slab", 30, bit=3)
     age(store / TOY_FOLDER / "a.slab", 2 * DAY)
     age(store / TOY_FOLDER / "d.slab", 5 * MINUTE)
     age(store / BIG_FOLDER / "c.slab", 7)
@@ -313,14 +306,14 @@ def test_damage_is_dropped(damaged: Path) -> None:
 
 
 def test_what_was_dropped_is_found_no_more(store: Path) -> None:
-    flip(store / TOY_FOLDER / "b.slab", SHAPE.record_at(2))
+    flip(store / TOY_FOLDER / "b.slab", SHAPE.record_at(2), bit=3)
     assert run("verify", str(store), "--drop")[0] == 1
     assert run("verify", str(store))[:2] == (0, "3 slabs, 5 records, 7.0 kB read: none bad\n")
 
 
 def test_what_cannot_be_read_is_not_dropped(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = files.read_at
-    flip(store / BIG_FOLDER / "c.slab", SHAPE.record_at(0))
+    flip(store / BIG_FOLDER / "c.slab", SHAPE.record_at(0), bit=3)
 
     def read_at(fd: int, buffer: memoryview, offset: int) -> int:
         if offset == SHAPE.record_at(2):

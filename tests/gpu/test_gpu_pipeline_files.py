@@ -16,6 +16,7 @@ import pytest
 import torch
 from connected_gpu import BLOCK_SIZE, NUM_TOKENS, PROMPTS, ask, ask_all, settle
 from pipeline_files_kit import counts_of, num_external, scheduler_of
+from slab_kit import flip
 from tiny_model import plain_answer, tiny_model
 
 from interlace import AsyncEngine
@@ -127,13 +128,8 @@ def damage(folder: Path, draw: random.Random) -> None:
     for path in folder.glob("*/*.slab"):
         with slabs.Slab.open(path) as slab:
             places = [slab.header.shape.record_at(entry.record) for entry in slab.look()]
-        with path.open("r+b") as file:
-            for place in places:
-                at = place + draw.randrange(RECORD_BYTES)
-                file.seek(at)
-                (byte,) = file.read(1)
-                file.seek(at)
-                file.write(bytes([byte ^ 1 << draw.randrange(8)]))
+        for place in places:
+            flip(path, place + draw.randrange(RECORD_BYTES), draw.randrange(8))
 
 
 @places

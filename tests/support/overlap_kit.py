@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
 from bench_kit import CountingProgress
 
 from interlace.bench.bars import NO_OVERLAP_BARS, OverlapBars
@@ -9,9 +14,12 @@ from interlace.bench.overlap.arms import Hit
 from interlace.bench.overlap.meter import LoadTimes
 from interlace.bench.overlap.rig import Setting
 from interlace.bench.overlap.sizes import Sizes
+from interlace.bench.session import Prepared, prepare
+from interlace.bench.settings import Settings
 from interlace.bench.timeline import Sample
 from interlace.bench.workload import Work, WorkSource
 from interlace.connectors.pipeline.options import LoadMode
+from interlace.layers.checkpoint.loading import Silent
 
 LOAD_S = 0.020
 TOKEN_S = 0.001
@@ -38,6 +46,27 @@ SMALL = Sizes(
     lives=20,
 )
 """For a tiny model on a CPU: every part takes about a second, or less."""
+
+
+_CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "num_hidden_layers": 2,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 500,
+    "max_position_embeddings": 512,
+}
+
+
+@contextlib.contextmanager
+def tiny_prepared(folder: Path) -> Iterator[Prepared]:
+    """A tiny model on the CPU; its configuration is written to `folder`."""
+    (folder / "config.json").write_text(json.dumps(_CONFIG))
+    settings = Settings(f"dummy:{folder}/config.json")
+    with contextlib.closing(prepare(settings, Silent())) as found:
+        yield found
 
 
 class StoringArm:

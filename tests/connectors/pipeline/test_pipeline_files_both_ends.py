@@ -27,6 +27,7 @@ from pipeline_files_kit import (
     waiting_for,
 )
 from pipeline_kit import BLOCK_SIZE, RECORD_BYTES, ask, forget_on_device, some_tokens
+from slab_kit import flip
 
 from interlace import AsyncEngine
 from interlace.connectors.pipeline.rates import LoadRate
@@ -98,11 +99,7 @@ async def test_a_damaged_block_of_either_end_is_computed(
     (path,) = folder.glob("*/*.slab")
     with slabs.Slab.open(path) as slab:
         at = slab.header.shape.record_at(place) + RECORD_BYTES // 2
-    with path.open("r+b") as file:
-        file.seek(at)
-        (byte,) = file.read(1)
-        file.seek(at)
-        file.write(bytes([byte ^ 0x40]))
+    flip(path, at, 6)
     async with engine_of(folder, load_mode="hybrid", registered_bytes=0) as engine:
         for _ in range(3):
             right(model, LONG, await ask(engine, LONG, 5))

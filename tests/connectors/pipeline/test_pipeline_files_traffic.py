@@ -18,6 +18,7 @@ from deep_model import deep_model
 from host_memory import StrictMemory, registering_in
 from pipeline_files_kit import a_step, engine_of, right, scheduler_of, stored
 from pipeline_kit import RECORD_BYTES, ask, forget_on_device, some_tokens
+from slab_kit import flip
 
 from interlace.connectors.pipeline import worker_maps
 from interlace.connectors.slab_store import reading
@@ -48,12 +49,8 @@ def damage(folder: Path, draw: random.Random) -> None:
     for path in sorted(folder.glob("*/*.slab")):
         with slabs.Slab.open(path) as slab:
             places = [slab.header.shape.record_at(entry.record) for entry in slab.look()]
-        with path.open("r+b") as file:
-            for at in draw.sample(places, draw.randint(0, min(2, len(places)))):
-                file.seek(at + draw.randrange(RECORD_BYTES))
-                (byte,) = file.read(1)
-                file.seek(-1, 1)
-                file.write(bytes([byte ^ 0x10]))
+        for at in draw.sample(places, draw.randint(0, min(2, len(places)))):
+            flip(path, at + draw.randrange(RECORD_BYTES), 4)
 
 
 @pytest.mark.soak(quick=4, full=200)

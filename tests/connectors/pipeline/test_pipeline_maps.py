@@ -24,6 +24,7 @@ from pipeline_files_kit import (
     stored,
 )
 from pipeline_kit import BLOCK_SIZE, RECORD_BYTES, ask, forget_on_device, some_tokens
+from slab_kit import flip
 
 from interlace import AsyncEngine, EngineConfig, KVTransferConfig
 from interlace.connectors.pipeline import worker_maps
@@ -105,11 +106,7 @@ def damage(folder: Path, draw: random.Random, load_mode: str) -> None:
         entries = slab.look()
         entry = entries[9] if load_mode == "hybrid" else draw.choice(entries[:10])
         offset = slab.header.shape.record_at(entry.record) + draw.randrange(RECORD_BYTES)
-    with path.open("r+b") as file:
-        file.seek(offset)
-        (byte,) = file.read(1)
-        file.seek(offset)
-        file.write(bytes([byte ^ 1 << draw.randrange(8)]))
+    flip(path, offset, draw.randrange(8))
 
 
 async def test_one_bad_block_among_several_requests_fails_one(
