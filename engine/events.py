@@ -93,7 +93,7 @@ class StepLaunched(Event):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StepDone(Event):
-    """A step's results were applied."""
+    """A step's results were applied, all of them: its tokens have gone out before."""
 
     name: ClassVar[str] = "step.done"
     step_id: int

@@ -137,6 +137,7 @@ class StepLoop:
                 self._wake.clear()
                 if self._apply_ended_steps() and self._may_deliver_first:
                     await asyncio.sleep(0)  # whoever waits for these tokens goes first
+                self._scheduler.settle()
                 self._launch_steps()
                 self._await_oldest_step()
                 self._offer_blocks()
@@ -235,7 +236,7 @@ class StepLoop:
             self._poll_due |= plan.total_num_scheduled_tokens > 0
             if plan.total_num_scheduled_tokens or output.kv_connector_output is not None:
                 self._note_news()
-            updates = self._scheduler.update_from_output(plan, output)
+            updates = self._scheduler.take_tokens(plan, output)
             self._outputs.process(updates)
             has_news |= bool(updates)
         return has_news

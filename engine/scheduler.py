@@ -23,7 +23,7 @@ import dataclasses
 import logging
 from collections import deque
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from interlace.engine.admission import NotNow, Start, find_start
 from interlace.engine.bad_kv import Lost, set_back
@@ -70,6 +70,15 @@ class RequestUpdate:
     request: Request
     new_token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...] | None
+
+
+class _Unsettled(NamedTuple):
+    """A step whose tokens were taken, and nothing else yet."""
+
+    step_id: int
+    reports: KVConnectorOutput | None
+    num_stray_reports: int
+    num_sampled: int
 
 
 class Scheduler:
@@ -122,6 +131,8 @@ class Scheduler:
         self._inflight: deque[StepPlan] = deque()
         self._last_step_id = 0
         self._last_applied_step = 0
+        self._unsettled: _Unsettled | None = None
+        self._settle_error: Exception | None = None
         self._must_drain = False
 
     def connect(self, runner: StepRunner) -> None:
@@ -220,6 +231,7 @@ class Scheduler:
         does a connector that reads or fills them. With `reset_connector` the connector forgets
         too, if it can: else False, though the pool has forgotten. Raises: `ConnectorError`.
         """
+        self.settle()
         if not self.kv_cache.pool.reset_prefix_cache():
             return False
         if not reset_connector or self._connector is None:
@@ -233,8 +245,8 @@ class Scheduler:
 
     @property
     def num_inflight_steps(self) -> int:
-        """Steps scheduled and not yet applied."""
-        return len(self._inflight)
+        """Steps scheduled and not yet applied, all of them."""
+        return len(self._inflight) + (self._unsettled is not None)
 
     @property
     def has_requests(self) -> bool:
@@ -280,6 +292,7 @@ class Scheduler:
         begin, or, with `poll`, asks the connector for news: while nothing is in flight, or, with
         `may_poll_behind`, behind the only step that is. Raises: `ConnectorError`, fatal.
         """
+        self.settle()
         if self._inflight and (self._must_drain or self._inflight[-1].is_barrier):
             return None
         self.offer_blocks()
@@ -641,37 +654,70 @@ class Scheduler:
     def update_from_output(
         self, scheduler_output: SchedulerOutput, runner_output: ModelRunnerOutput
     ) -> list[RequestUpdate]:
-        """Apply the oldest step in flight; returns what is new, in batch order.
+        """Apply the oldest step in flight, all of it: `take_tokens`, and `settle`."""
+        updates = self.take_tokens(scheduler_output, runner_output)
+        self.settle()
+        return updates
+
+    def take_tokens(
+        self, scheduler_output: SchedulerOutput, runner_output: ModelRunnerOutput
+    ) -> list[RequestUpdate]:
+        """Apply what callers wait for of the oldest step in flight; returns what is new, in batch
+        order. `settle` is owed: until then its blocks are held as if the step were in flight.
 
         Requests that ended while the step ran are skipped, and so is whatever was computed from
         KV that did not arrive. A request whose update ends it is finished already when this
         returns. Raises: `ConnectorError`, fatal.
         """
+        self.settle()
         self.offer_blocks()
         step = self._inflight.popleft()
         assert step.step_id == scheduler_output.step_id, "steps must be applied in order"
-        self._last_applied_step = step.step_id
         reports = runner_output.kv_connector_output
         updates = []
         if reports is not None and reports.invalid_block_ids:
             updates += self._drop_bad_kv(step, frozenset(reports.invalid_block_ids))
         for item in step.scheduled:
             if not item.is_void:
-                updates += self._apply_one(item, runner_output)
-        if reports is not None:
-            self._apply_reports(reports, step.step_id)
-        self._count_strays(runner_output.num_stray_reports)
-        self._take_news(reports)
-        # Last, so that the blocks whose tokens became known just now are published with the rest.
-        self.kv_cache.apply_step(step.step_id)
+                updates += self._apply_one(item, step.step_id, runner_output)
         num_sampled = sum(len(update.new_token_ids) for update in updates)
-        self._count(num_generated_tokens=num_sampled)
-        if self._events.active:
-            self._events.emit(StepDone(self._clock.monotonic(), step.step_id, num_sampled))
+        self._unsettled = _Unsettled(
+            step.step_id, reports, runner_output.num_stray_reports, num_sampled
+        )
         return updates
 
+    def settle(self) -> None:
+        """Apply the rest of the step whose tokens were taken last, if that is owed: what connectors
+        report, and which blocks are published or free. Of a long prompt these are many, so its
+        first token goes out before.
+
+        Raises: `ConnectorError`, fatal: then each time that it is called.
+        """
+        if self._settle_error is not None:
+            raise self._settle_error
+        unsettled, self._unsettled = self._unsettled, None
+        if unsettled is None:
+            return
+        try:
+            self._settle(unsettled)
+        except Exception as error:
+            self._settle_error = error
+            raise
+
+    def _settle(self, step: _Unsettled) -> None:
+        self._last_applied_step = step.step_id
+        if step.reports is not None:
+            self._apply_reports(step.reports, step.step_id)
+        self._count_strays(step.num_stray_reports)
+        self._take_news(step.reports)
+        # Last, so that the blocks whose tokens became known just now are published with the rest.
+        self.kv_cache.apply_step(step.step_id)
+        self._count(num_generated_tokens=step.num_sampled)
+        if self._events.active:
+            self._events.emit(StepDone(self._clock.monotonic(), step.step_id, step.num_sampled))
+
     def _apply_one(
-        self, item: ScheduledRequest, runner_output: ModelRunnerOutput
+        self, item: ScheduledRequest, step_id: int, runner_output: ModelRunnerOutput
     ) -> list[RequestUpdate]:
         request = item.request
         request.num_output_placeholders -= item.samples
@@ -684,7 +730,7 @@ class Scheduler:
         if not item.samples:
             return []
         logprobs = runner_output.logprobs.get(request.request_id)
-        return [self._append_tokens(request, tokens, logprobs)]
+        return [self._append_tokens(request, step_id, tokens, logprobs)]
 
     def _drop_bad_kv(self, step: StepPlan, invalid: frozenset[int]) -> list[RequestUpdate]:
         """Blocks were promised and not brought: nothing that stands on one of them remains.
@@ -756,6 +802,7 @@ class Scheduler:
     def _append_tokens(
         self,
         request: Request,
+        step_id: int,
         tokens: tuple[int, ...],
         logprobs: tuple[TokenLogprobs, ...] | None,
     ) -> RequestUpdate:
@@ -763,7 +810,7 @@ class Scheduler:
             self._count_prefill(request)
         for token_id in tokens:
             request.append_output(token_id)
-        self._hash_decoded_blocks(request)
+        self._hash_decoded_blocks(request, step_id)
         self._check_stop(request, tokens[-1])
         return RequestUpdate(request, tokens, logprobs)
 
@@ -775,14 +822,14 @@ class Scheduler:
             num_external_cached_tokens=request.num_external_cached_tokens,
         )
 
-    def _hash_decoded_blocks(self, request: Request) -> None:
+    def _hash_decoded_blocks(self, request: Request, step_id: int) -> None:
         """Hash blocks whose last tokens were unknown when their step was planned.
 
-        With a second step in flight, a block that the applied step filled had a placeholder in
-        it then; by now its ids are known. What the later step computes is left to that step.
+        With a second step in flight, a block that step `step_id` filled had a placeholder in it
+        then; by now its ids are known. What the later step computes is left to that step.
         """
         num_applied = request.num_computed_tokens - request.num_output_placeholders
-        self.kv_cache.hash_blocks(request, num_applied, self._last_applied_step)
+        self.kv_cache.hash_blocks(request, num_applied, step_id)
 
     def _check_stop(self, request: Request, token_id: int) -> None:
         """Finish the request if `token_id` ends it: end of sequence, stop id, or length."""

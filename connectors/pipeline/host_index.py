@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import array
 import collections
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
 
 from interlace.connectors.pipeline.sched_extents import FreeExtents
 from interlace.connectors.pipeline.sched_recency import Recency
@@ -60,6 +60,11 @@ class HostIndex:
     def __contains__(self, block_hash: bytes) -> bool:
         """Whether the block is stored."""
         return block_hash in self._record_of
+
+    @property
+    def records(self) -> Mapping[bytes, int]:
+        """Block hash -> the record that holds the block, of all that are stored. A view."""
+        return self._record_of
 
     def find(self, block_hash: bytes) -> int | None:
         """The record that holds the block, if it is stored."""
@@ -117,16 +122,18 @@ class HostIndex:
 
     def pin(self, block_hashes: Sequence[bytes]) -> list[int]:
         """The records of stored blocks, which a load reads until `unpin`."""
-        records = [self._record_of[block_hash] for block_hash in block_hashes]
+        records = list(map(self._record_of.__getitem__, block_hashes))
+        num_pins = self._num_pins
         for record in records:
-            self._num_pins[record] += 1
+            num_pins[record] += 1
         return records
 
     def unpin(self, records: Sequence[int]) -> None:
         """A load that has pinned these reads them no more."""
+        num_pins, stored = self._num_pins, self._hash_in
         for record in records:
-            self._num_pins[record] -= 1
-            if record not in self._hash_in and not self._num_pins[record]:
+            num_pins[record] -= 1
+            if record not in stored and not num_pins[record]:
                 self._free.give_back(record)
 
     # ---------------------------------------------------------------- forgetting

@@ -125,18 +125,19 @@ class FileTier:
         """How many of these, from the first on, are stored: in memory or in files. As far as is
         known, until the next report of the worker side."""
         most_fetched = self.most_fetched
-        index, find, mapped = self._index, self._stored.find, self._mapped
+        in_memory, find, mapped = self._index.records, self._stored.finder, self._mapped
         num_fetched = 0
         at_hand: dict[bytes, Found] = {}
         for count, block_hash in enumerate(block_hashes):
-            if block_hash in index:
+            if block_hash in in_memory:
                 continue
             place = find(block_hash)
             if place is None:
                 return Stored(count, num_fetched, at_hand)
-            of_slab = mapped.get(place.slab.name)
-            if of_slab is not None and place.entry.record < of_slab.num_records:
-                at_hand[block_hash] = Found(of_slab.first + place.entry.record, place)
+            slab, entry = place
+            of_slab, record = mapped.get(slab.name), entry.record
+            if of_slab is not None and record < of_slab.num_records:
+                at_hand[block_hash] = Found(of_slab.first + record, place)
             elif num_fetched == most_fetched:
                 return Stored(count, num_fetched, at_hand)
             else:
@@ -170,11 +171,13 @@ class FileTier:
         """For a load of these; `at_hand`: what was found in registered slabs when it was promised.
         `settle` is owed for what is fetched, `settle_mapped` for what is mapped, and
         `HostIndex.unpin` for the rest."""
-        in_memory = [block_hash for block_hash in block_hashes if block_hash in self._index]
+        known = self._index.records
+        in_memory = [block_hash for block_hash in block_hashes if block_hash in known]
         records = dict(zip(in_memory, self._index.pin(in_memory), strict=True))
-        found = {one: at_hand[one] for one in block_hashes if one in at_hand and one not in records}
+        others = [one for one in block_hashes if one not in records] if at_hand else []
+        found = {one: at_hand[one] for one in others if one in at_hand}
         if found:
-            self._stored.use(list(found))
+            self._stored.use(found)
             records |= {block_hash: one.record for block_hash, one in found.items()}
         mapped = tuple(found.values())
         wanted = [block_hash for block_hash in block_hashes if block_hash not in records]

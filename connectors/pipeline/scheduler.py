@@ -116,6 +116,8 @@ class _OpenLoad(NamedTuple):
     """The records among these into which blocks are read from files."""
     mapped: tuple[Found, ...] = ()
     """Those that lie in registered slabs."""
+    offers_from: int | None = None
+    """Blocks of the prefix from there on may be written to files; None: nothing."""
     failed: frozenset[int] = frozenset()
     """Block ids that were not filled, once that was reported: a read or a copy that is late goes on
     for a while, and the load with it."""
@@ -348,11 +350,11 @@ class PipelineScheduler:
         tracked.block_ids = block_ids
         tracked.num_settled = 0
         self._splits.pop(request.request_id, None)
-        self.index.touch(request.block_hashes[: len(block_ids)])
         offer = self._offers.pop(request.request_id, None)
         if offer is not None and offer.way is not None:
             self._count_choice(offer.way, num_external_tokens)
         if num_external_tokens == 0:
+            self.index.touch(request.block_hashes[: len(block_ids)])
             return
         assert offer is not None, "blocks are loaded that were not promised"
         self._order_load(tracked, offer, num_external_tokens)
@@ -366,14 +368,20 @@ class PipelineScheduler:
         request = tracked.request
         first = offer.num_local // self._block_size
         end = (offer.num_local + num_tokens) // self._block_size
-        hashes = request.block_hashes[first:end]
+        # What is loaded is pinned, and goes last when it has come: see `_end_load`.
+        self.index.touch(request.block_hashes[:first])
+        hashes, block_ids = request.block_hashes[first:end], tracked.block_ids[first:end]
         taken = self._take(hashes, offer.at_hand)
         if taken.missing and offer.runs_at_once:
             # What is loaded from the back has no holes.
             taken = self._give_back(taken, hashes)
-        blocks = dict[bytes, int](zip(hashes, tracked.block_ids[first:end], strict=True))
-        records = [taken.records[one] for one in hashes if one in taken.records]
-        block_ids = [blocks[one] for one in hashes if one in taken.records]
+        missing: tuple[int, ...] = ()
+        if taken.missing:
+            blocks = dict[bytes, int](zip(hashes, block_ids, strict=True))
+            missing = tuple(blocks[one] for one in taken.missing)
+            hashes = [one for one in hashes if one in taken.records]
+            block_ids = [blocks[one] for one in hashes]
+        records = list(map(taken.records.__getitem__, hashes))
         is_async = offer.way in (Way.BULK, Way.HYBRID)
         self._last_load_id += 1
         load_id = self._last_load_id
@@ -390,7 +398,7 @@ class PipelineScheduler:
                 is_async,
                 None if split is None else split.num_blocks,
                 taken.fetches,
-                tuple(blocks[one] for one in taken.missing),
+                missing,
                 {one.record: one.place.entry.checksum for one in taken.mapped},
             )
         )
@@ -401,9 +409,8 @@ class PipelineScheduler:
             split,
             tuple(taken.records[one] for one in taken.fetched),
             taken.mapped,
+            offers_from=None if tracked.skips_save else first,
         )
-        if self._files is not None and self._settings.may_save and not tracked.skips_save:
-            self._files.offer(hashes, request.block_hashes[first - 1] if first else None)
         tracked.is_loading = is_async
         if first == 0:
             tracked.num_settled = end  # all of it is stored: nothing is to be saved
@@ -574,6 +581,7 @@ class PipelineScheduler:
         opened = self._open_loads.pop(load_id, None)
         if opened is None:
             return
+        self._offer_loaded(opened)
         self._unpin(opened.records.values(), opened.fetched, opened.mapped)
         if self._files is not None and (opened.fetched or opened.mapped):
             parents = dict(zip(opened.prefix[1:], opened.prefix, strict=False))
@@ -585,6 +593,12 @@ class PipelineScheduler:
         num_failed = len(opened.failed)
         self._counter.add("blocks_loaded", max(0, opened.num_blocks - num_failed))
         self._counter.add("blocks_failed_to_load", num_failed)
+
+    def _offer_loaded(self, opened: _OpenLoad) -> None:
+        """What lies in memory only may be worth a file by now."""
+        first = opened.offers_from
+        if self._files is not None and self._settings.may_save and first is not None:
+            self._files.offer(opened.prefix[first:], opened.prefix[first - 1] if first else None)
 
     # ---------------------------------------------------------------- ends
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -63,6 +63,11 @@ class Catalog:
         """Where the block lies, as far as is known."""
         return self._places.get(block_hash)
 
+    @property
+    def finder(self) -> Callable[[bytes], Place | None]:
+        """What answers as `find` does, for who has hundreds of questions."""
+        return self._places.get
+
     def num_stored(self, block_hashes: Sequence[bytes]) -> int:
         """How many of these, from the first on, are stored."""
         places = self._places
@@ -73,8 +78,7 @@ class Catalog:
 
     def use(self, block_hashes: Iterable[bytes]) -> None:
         """These were used: the next look writes that down."""
-        found = (self._places.get(block_hash) for block_hash in block_hashes)
-        slabs = {place.slab for place in found if place is not None}
+        slabs = {place.slab for place in map(self._places.get, block_hashes) if place}
         with self._used_lock:
             self._used |= slabs
 

@@ -41,6 +41,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_num_seqs=st.sampled_from([1, 3, 8]),
         policy=st.sampled_from(["fcfs", "priority"]),
         prefix_caching=st.booleans(),
+        settles_late=st.booleans(),
     )
     def start(
         self,
@@ -49,6 +50,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_num_seqs: int,
         policy: str,
         prefix_caching: bool,
+        settles_late: bool,
     ) -> None:
         self.stepper = self.make_stepper(
             num_blocks=num_blocks,
@@ -58,7 +60,12 @@ class SchedulerMachine(RuleBasedStateMachine):
             prefix_caching=prefix_caching,
             depth=self.depth,
         )
+        self.stepper.settles_late = settles_late
         self.requests: list[Request] = []
+
+    @rule()
+    def settle(self) -> None:
+        self.stepper.scheduler.settle()
 
     def make_stepper(self, **options: Any) -> Stepper:
         return Stepper(make_scheduler(**options))
@@ -103,12 +110,12 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule()
     def reset_cache(self) -> None:
         scheduler = self.stepper.scheduler
+        done = scheduler.reset_prefix_cache()  # settles, so what is held is asked behind it
         held = (
             any(r.blocks for r in self.requests)
             or scheduler.kv_cache.num_fenced_blocks
             or scheduler.num_held_requests
         )
-        done = scheduler.reset_prefix_cache()
         assert done == (not held)
 
     @invariant()

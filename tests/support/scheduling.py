@@ -76,6 +76,8 @@ class Stepper:
     inflight: deque[SchedulerOutput] = dataclasses.field(default_factory=deque)
     outputs: dict[str, list[int]] = dataclasses.field(default_factory=dict)
     num_added: int = 0
+    settles_late: bool = False
+    """Whether a step is settled only when somebody asks, as in the loop, and not at once."""
 
     def __post_init__(self) -> None:
         cache = self.scheduler.kv_cache
@@ -123,7 +125,9 @@ class Stepper:
     def apply(self) -> list[RequestUpdate]:
         """Execute and apply the oldest step in flight."""
         output = self.inflight.popleft()
-        updates = self.scheduler.update_from_output(output, self.runner.execute(output))
+        scheduler = self.scheduler
+        apply = scheduler.take_tokens if self.settles_late else scheduler.update_from_output
+        updates = apply(output, self.runner.execute(output))
         self._take(updates)
         return updates
 

@@ -1,0 +1,85 @@
+"""A step's tokens go out first; what it leaves behind is applied a little later."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from connected import prompt_of, scripted_sides
+from engine_kit import open_engine
+from scheduling import Stepper, launched, make_scheduler
+
+from interlace.connectors.conformance.script import Script
+from interlace.connectors.conformance.scripted import ScriptedConnector
+from interlace.engine.errors import ConnectorError
+from interlace.engine.kv_connector import KVConnectorOutput
+from interlace.engine.request import RequestStatus
+
+
+def test_until_it_is_settled_a_step_counts_as_in_flight() -> None:
+    stepper = Stepper(make_scheduler(depth=1))
+    scheduler, pool = stepper.scheduler, stepper.scheduler.kv_cache.pool
+    request = stepper.add(prompt_of(9), max_tokens=1)
+    output = launched(stepper)
+    (update,) = scheduler.take_tokens(output, stepper.runner.execute(output))
+    assert update.request is request
+    assert request.is_finished
+    assert scheduler.num_inflight_steps == 1
+    assert pool.num_free_blocks < pool.num_usable_blocks, "they are held, though nobody asks"
+    scheduler.settle()
+    assert scheduler.num_inflight_steps == 0
+    assert pool.num_free_blocks == pool.num_usable_blocks
+
+
+def test_who_plans_or_resets_settles() -> None:
+    stepper = Stepper(make_scheduler(depth=1), settles_late=True)
+    stepper.add(prompt_of(9), max_tokens=1)
+    launched(stepper)
+    stepper.apply()
+    assert stepper.scheduler.reset_prefix_cache()
+    assert stepper.scheduler.num_inflight_steps == 0
+    stepper.add(prompt_of(9), max_tokens=1)
+    launched(stepper)
+    stepper.apply()
+    stepper.launch()
+    assert stepper.scheduler.kv_cache.num_fenced_blocks == 0
+
+
+def test_an_abort_in_between_takes_nothing_twice() -> None:
+    stepper = Stepper(make_scheduler(depth=1), settles_late=True)
+    request = stepper.add(prompt_of(9), max_tokens=5)
+    launched(stepper)
+    stepper.apply()
+    stepper.scheduler.finish_request(request, RequestStatus.FINISHED_ABORTED)
+    stepper.run()
+    stepper.assert_idle()
+
+
+class _Hears(ScriptedConnector):
+    """Cannot bear to be told."""
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        raise ValueError("told")
+
+
+def test_what_fails_when_it_is_settled_fails_each_time() -> None:
+    sides = scripted_sides(Script(), kind=_Hears)
+    stepper = Stepper(make_scheduler(connector=sides[0]), sides[1])
+    stepper.add(prompt_of(9), max_tokens=5)
+    output = launched(stepper)
+    stepper.scheduler.take_tokens(
+        output,
+        dataclasses.replace(
+            stepper.runner.execute(output), kv_connector_output=KVConnectorOutput()
+        ),
+    )
+    for _ in range(2):
+        with pytest.raises(ConnectorError, match="told"):
+            stepper.scheduler.settle()
+
+
+async def test_who_has_the_last_delta_may_reset_the_cache() -> None:
+    async with open_engine(is_open=True) as it:
+        await it.engine.complete([1, 2, 3, 4, 5])
+        assert it.engine.reset_prefix_cache()
+        assert it.engine.snapshot().idle
