@@ -499,11 +499,14 @@ class PipelineScheduler:
             self._plan_saves(output, before)
 
     def _plan_saves(self, output: SchedulerOutput, before: Mapping[str, int]) -> None:
+        requests, block_size = self._requests, self._block_size
         for request_id, num_new in output.num_scheduled_tokens.items():
-            tracked = self._requests.get(request_id)
-            if tracked is not None:
-                num_computed = before[request_id] + num_new
-                self._planner.plan(tracked, num_computed // self._block_size)
+            tracked = requests.get(request_id)
+            if tracked is None:
+                continue
+            num_filled = (before[request_id] + num_new) // block_size
+            if num_filled > tracked.num_settled:  # not so in most steps: no call then
+                self._planner.plan(tracked, num_filled)
 
     def _lose_load(self, tracked: Tracked) -> None:
         """The request was preempted: a load from the back ends with it."""
