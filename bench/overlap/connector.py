@@ -74,14 +74,13 @@ class MeteredPipelineConnector(PipelineConnector):
     ) -> tuple[int | None, bool]:
         """As if the connector had been made with the load mode, and the link, that the meter says
         now."""
-        scheduler, meter = self._scheduler, self._meter
-        if scheduler.load_mode != meter.load_mode:
-            scheduler.load_mode = meter.load_mode
+        chooser, meter = self._scheduler.chooser, self._meter
+        chooser.load_mode = meter.load_mode
         if self._slowdown != meter.slowdown:
             self._slowdown = meter.slowdown
-            scheduler.restart_load_rate(meter.link_bytes_per_s / meter.slowdown)
+            chooser.restart_load_rate(meter.link_bytes_per_s / meter.slowdown)
         answer = super().get_num_new_matched_tokens(request, num_computed_tokens)
-        meter.predicted_s = _balanced_s(scheduler.last_forecast)
+        meter.predicted_s = _balanced_s(chooser.last_forecast)
         return answer
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> PipelineMetadata:

@@ -16,6 +16,7 @@ from interlace.connectors.pipeline.messages import RecordRun
 from interlace.connectors.pipeline.planner import SavePlanner, Tracked
 from interlace.connectors.pipeline.sched_runs import record_runs
 from interlace.connectors.pipeline.sched_stats import Counter
+from interlace.connectors.pipeline.sched_tier import MemoryTier
 from interlace.engine.clock import MonotonicClock
 from interlace.engine.config import CacheConfig
 from interlace.engine.events import EventBus
@@ -49,7 +50,7 @@ class PoolLives:
         config = CacheConfig(block_size=BLOCK_SIZE, num_gpu_blocks=1 + num_blocks)
         self._blocks = KVCacheManager(config, MonotonicClock(), EventBus())
         self._index = HostIndex(num_blocks)
-        self._planner = SavePlanner(self._index, Counter())
+        self._planner = SavePlanner(self._index, Counter(), MemoryTier(self._index))
         self._running: list[Request] = []
         self._prompts: list[list[int]] = []
         self._serial = itertools.count(1)

@@ -23,9 +23,9 @@ from typing import NamedTuple
 
 from interlace.connectors.pipeline.host_index import HostIndex
 from interlace.connectors.pipeline.messages import Save
-from interlace.connectors.pipeline.sched_files import FileTier
 from interlace.connectors.pipeline.sched_runs import record_runs
 from interlace.connectors.pipeline.sched_stats import Counter
+from interlace.connectors.pipeline.sched_tier import MemoryTier
 from interlace.engine.request import Request
 
 LONGEST_SAVE = 256
@@ -96,9 +96,9 @@ class SaveOrders:
 class SavePlanner:
     """Every save that is planned ends exactly once. Event loop only."""
 
-    def __init__(self, index: HostIndex, counter: Counter, files: FileTier | None = None) -> None:
-        """Takes records from `index`, and puts blocks into it. `files` are offered those too."""
-        self._files = files
+    def __init__(self, index: HostIndex, counter: Counter, tier: MemoryTier) -> None:
+        """Takes records from `index`, and puts blocks into it. `tier` is offered those too."""
+        self._tier = tier
         self._index = index
         self._counter = counter
         self._longest = max(1, min(LONGEST_SAVE, index.num_records // SHARE_OF_RECORDS))
@@ -147,7 +147,7 @@ class SavePlanner:
     def _is_known(self, block_hash: bytes) -> bool:
         if block_hash in self._index or block_hash in self._being_saved:
             return True
-        return self._files is not None and self._files.needs_no_save(block_hash)
+        return self._tier.needs_no_save(block_hash)
 
     def _save(self, tracked: Tracked, begin: int, end: int) -> None:
         """Plan one save of the request's blocks [begin, end), if there is room."""
@@ -245,8 +245,7 @@ class SavePlanner:
         if is_copied and not opened.is_distrusted:
             self._index.store(opened.records, opened.block_hashes, opened.parent_hash)
             self._counter.add("blocks_saved", num_blocks)
-            if self._files is not None:
-                self._files.offer(opened.block_hashes, opened.parent_hash)
+            self._tier.offer(opened.block_hashes, opened.parent_hash)
         else:
             self._index.give_up(opened.records)
             self._counter.add("blocks_not_saved", num_blocks)

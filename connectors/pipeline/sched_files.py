@@ -14,8 +14,21 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from interlace.connectors.pipeline.host_index import HostIndex
-from interlace.connectors.pipeline.messages import Fetch, MappedRecords, StoreOrder, StorePart
+from interlace.connectors.pipeline.messages import (
+    Fetch,
+    MappedRecords,
+    PipelineReport,
+    StoreOrder,
+    StorePart,
+)
 from interlace.connectors.pipeline.sched_stats import Counter
+from interlace.connectors.pipeline.sched_tier import (
+    NOTHING_AT_HAND,
+    Found,
+    MemoryTier,
+    Stored,
+    Taken,
+)
 from interlace.connectors.slab_store.catalog import Place
 from interlace.connectors.slab_store.lookup import StoredBlocks
 from interlace.connectors.slab_store.writing import StoredPlace
@@ -26,47 +39,6 @@ _LONGEST_ORDER = 64
 """Blocks of one order."""
 
 
-class Found(NamedTuple):
-    """A block that lies in a registered slab: loaded from there."""
-
-    record: int
-    place: Place
-
-
-NOTHING_AT_HAND: Mapping[bytes, Found] = {}
-
-
-class Stored(NamedTuple):
-    """How much of a request is stored."""
-
-    num_blocks: int
-    """From the first one on."""
-    num_fetched: int = 0
-    """Of these, what has to be read first."""
-    at_hand: Mapping[bytes, Found] = NOTHING_AT_HAND
-    """Of these, what lies in registered slabs."""
-
-    @property
-    def fetched_share(self) -> float:
-        """Of all of them."""
-        return self.num_fetched / self.num_blocks if self.num_blocks else 0.0
-
-
-class Taken(NamedTuple):
-    """Records for a load of some blocks."""
-
-    records: dict[bytes, int]
-    """Block hash -> where it is loaded from. Of those that are stored in memory pinned ones."""
-    fetches: tuple[Fetch, ...]
-    """Into the others."""
-    fetched: tuple[bytes, ...]
-    """The blocks of these, in the same order."""
-    missing: tuple[bytes, ...]
-    """What has no record: its file has gone since it was promised, or memory is full."""
-    mapped: tuple[Found, ...] = ()
-    """What is loaded from where it lies."""
-
-
 class _OpenFetch(NamedTuple):
     """A block that is being read into a record."""
 
@@ -74,8 +46,8 @@ class _OpenFetch(NamedTuple):
     place: Place
 
 
-class FileTier:
-    """See the module's docstring."""
+class FileTier(MemoryTier):
+    """See the module's docstring, and `MemoryTier` for what the methods are for."""
 
     def __init__(
         self,
@@ -86,9 +58,9 @@ class FileTier:
         keeps_in_memory: bool = True,
     ) -> None:
         """Takes records from `index`, and puts blocks into it; `keeps_in_memory`: to stay."""
+        super().__init__(index)
         self._stored = stored
         self._keeps_in_memory = keeps_in_memory
-        self._index = index
         self._counter = counter
         self._most_of_load = self._most_open = max(1, index.num_records // _SHARE_OF_RECORDS)
         self._mapped: dict[str, MappedRecords] = {}  # by slab
@@ -117,7 +89,7 @@ class FileTier:
             self._closed.add(name)
 
     def take_closed(self) -> frozenset[str]:
-        """What the worker side is to be told of closing ones, once."""
+        """See `MemoryTier`."""
         closed, self._closed = frozenset(self._closed), set()
         return closed
 
@@ -145,14 +117,14 @@ class FileTier:
         return Stored(len(block_hashes), num_fetched, at_hand)
 
     def settle_mapped(self, mapped: Sequence[Found], damaged: Container[int]) -> None:
-        """A load from these has ended."""
+        """See `MemoryTier`."""
         for found in mapped:
             if found.record in damaged:
                 self._stored.lose(found.place.entry.block_hash, found.place)
         self._counter.add("blocks_loaded_from_files", len(mapped))
 
     def refresh(self) -> None:
-        """Somebody asks: see what others have stored, if it is time for that."""
+        """See `MemoryTier`."""
         self._stored.refresh()
         self._let_go_of_found()
 
@@ -168,9 +140,7 @@ class FileTier:
     def take(
         self, block_hashes: Sequence[bytes], at_hand: Mapping[bytes, Found] = NOTHING_AT_HAND
     ) -> Taken:
-        """For a load of these; `at_hand`: what was found in registered slabs when it was promised.
-        `settle` is owed for what is fetched, `settle_mapped` for what is mapped, and
-        `HostIndex.unpin` for the rest."""
+        """See `MemoryTier`."""
         known = self._index.records
         in_memory = [block_hash for block_hash in block_hashes if block_hash in known]
         records = dict(zip(in_memory, self._index.pin(in_memory), strict=True))
@@ -182,12 +152,12 @@ class FileTier:
         mapped = tuple(found.values())
         wanted = [block_hash for block_hash in block_hashes if block_hash not in records]
         if not wanted:
-            return Taken(records, (), (), (), mapped)
+            return Taken(records, mapped=mapped)
         places = self._stored.places(wanted)
         fresh = None if places is None else self._index.allocate(len(wanted))
         if fresh is None or places is None:
             self._counter.add("fetches_missed", len(wanted))
-            return Taken(records, (), (), tuple(wanted), mapped)
+            return Taken(records, missing=tuple(wanted), mapped=mapped)
         records |= zip(wanted, fresh, strict=True)
         for block_hash, record, place in zip(wanted, fresh, places, strict=True):
             self._open_fetches[record] = _OpenFetch(block_hash, place)
@@ -195,11 +165,10 @@ class FileTier:
             Fetch(record, StoredPlace(slab.name, entry.record, entry.checksum))
             for record, (slab, entry) in zip(fresh, places, strict=True)
         )
-        return Taken(records, tuple(fetches), tuple(wanted), (), mapped)
+        return Taken(records, tuple(fetches), tuple(wanted), mapped=mapped)
 
     def avoid(self, records: Iterable[int], mapped: Iterable[Found]) -> None:
-        """What was to be fetched into these, or is one of those that lie in registered slabs, has
-        not come, and others may ask for it before its load is settled."""
+        """See `MemoryTier`."""
         at_hand = {one.record: one.place.entry.block_hash for one in mapped}
         for record in records:
             if record in at_hand:
@@ -215,9 +184,7 @@ class FileTier:
         parents: Mapping[bytes, bytes],
         unneeded: Container[int] = (),
     ) -> None:
-        """A load has ended, and nothing writes into its records any more: those that it fetched, in
-        order. `unfetched` could not be read; of these `damaged` never will be, and `unneeded` were
-        not needed any more. `parents`: the block before each, if it is not the first."""
+        """See `MemoryTier`."""
         for record in records:
             opened = self._open_fetches.pop(record)
             block_hash, is_void = opened.block_hash, record in self._void
@@ -235,8 +202,7 @@ class FileTier:
     # ---------------------------------------------------------------- stores
 
     def offer(self, block_hashes: Sequence[bytes], parent_hash: bytes | None) -> None:
-        """These blocks, neighbours behind `parent_hash`, were put into memory, or used there: write
-        those that are worth it."""
+        """See `MemoryTier`."""
         parts: list[StorePart] = []
         for block_hash in block_hashes:
             record = self._index.find(block_hash)
@@ -269,7 +235,7 @@ class FileTier:
         self._let_go(found)
 
     def needs_no_save(self, block_hash: bytes) -> bool:
-        """Whether the block lies in a file that is as good as memory, or would not stay there."""
+        """See `MemoryTier`."""
         if not self._keeps_in_memory:
             return block_hash in self
         place = self._stored.find(block_hash) if self._mapped else None
@@ -285,9 +251,14 @@ class FileTier:
         self._orders.append(order)
 
     def take_orders(self) -> tuple[StoreOrder, ...]:
-        """What the worker side is to be told, once."""
+        """See `MemoryTier`."""
         orders, self._orders = self._orders, []
         return tuple(orders)
+
+    def follow(self, report: PipelineReport) -> None:
+        """See `MemoryTier`."""
+        self.end_stores(report.stored, report.unstored)
+        self.note_mapped(report.mapped, report.closing)
 
     def end_stores(self, store_ids: frozenset[int], unstored: frozenset[int]) -> None:
         """The worker side has done with these. Records in `unstored` were not written."""
@@ -306,15 +277,14 @@ class FileTier:
 
     @property
     def has_orders(self) -> bool:
-        """Whether there is something to tell the worker side, or to hear from it."""
+        """See `MemoryTier`."""
         return bool(self._open or self._closed)
 
     def forget(self) -> None:
-        """Nothing that is stored, being stored or being fetched by now is found again by this
-        engine."""
+        """See `MemoryTier`."""
         self._stored.forget_all()
         self._void.update(self._open_fetches)
 
     def close(self, timeout_s: float) -> bool:
-        """Look no more."""
+        """See `MemoryTier`."""
         return self._stored.close(timeout_s)

@@ -219,8 +219,8 @@ class SlowLoads(PipelineConnector):
     ) -> None:
         super().set_xfer_handshake_metadata(metadata)
         side = self._scheduler
-        side._load_rate = LoadsIn(1.0 / side._record_bytes)
-        side._step_times = ComputesIn(0.5 / side._block_size)
+        side.chooser.load_rate = LoadsIn(1.0 / side._record_bytes)
+        side.chooser.step_times = ComputesIn(0.5 / side._block_size)
 
 
 class LoadsIn(LoadRate):

@@ -141,8 +141,8 @@ async def test_it_learns_and_chooses(model: LoadedModel, answers: list[list[int]
         assert calls is not None
         side = calls._connector
         assert isinstance(side, PipelineConnector)
-        load_s = side._scheduler._load_rate.seconds(1 << 30)
-        step_s = side._scheduler._step_times.seconds(64, 0)
+        load_s = side._scheduler.chooser.load_rate.seconds(1 << 30)
+        step_s = side._scheduler.chooser.step_times.seconds(64, 0)
         assert load_s is not None
         assert 1e-3 < load_s < 10
         assert step_s is not None

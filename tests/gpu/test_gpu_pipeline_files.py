@@ -21,6 +21,7 @@ from tiny_model import plain_answer, tiny_model
 
 from interlace import AsyncEngine
 from interlace.connectors.pipeline import worker_maps
+from interlace.connectors.pipeline.sched_files import FileTier
 from interlace.connectors.slab_store import slab as slabs
 from interlace.connectors.slab_store.checksum import COLUMNS, checksum, factors
 from interlace.connectors.slab_store.mapping import MappedSlab
@@ -110,8 +111,8 @@ async def test_a_restarted_engine_answers_from_files(
     async with an_engine(
         model, folder, load_mode, graphs=graphs, depth=depth, registered_bytes=registered_bytes
     ) as engine:
-        files = scheduler_of(engine)._files
-        assert files is not None
+        files = scheduler_of(engine)._tier
+        assert isinstance(files, FileTier)
         assert bool(files._mapped) == (registered_bytes > 0)
         for _ in range(4):
             done = await ask_all(engine, answers)

@@ -118,13 +118,13 @@ class Both:
         ask = self.connector.get_num_new_matched_tokens
 
         def ask_as_told(request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-            side = self.connector._scheduler
-            plain = side.load_mode
-            side.load_mode = self.load_modes.get(request.request_id, plain)
+            chooser = self.connector._scheduler.chooser
+            plain = chooser.load_mode
+            chooser.load_mode = self.load_modes.get(request.request_id, plain)
             try:
                 return ask(request, num_computed_tokens)
             finally:
-                side.load_mode = plain
+                chooser.load_mode = plain
 
         vars(self.connector)["get_num_new_matched_tokens"] = ask_as_told
 
@@ -389,7 +389,9 @@ class Traffic:
         if draw.random() < 0.2:
             worker.token_s = draw.choice([1e-5, 1e-4, 1e-3, 1e-2])
         if draw.random() < 0.2:
-            self.both.connector._scheduler._load_rate = LoadRate(draw.choice([1e3, 1e4, 1e5]))
+            self.both.connector._scheduler.chooser.load_rate = LoadRate(
+                draw.choice([1e3, 1e4, 1e5])
+            )
         worker.is_stuck = draw.random() < 0.6
         is_bad = draw.random() < self.fault_rate
         worker.bad_blocks = set(draw.sample(range(1, 62), 6)) if is_bad else set()

@@ -206,7 +206,7 @@ async def test_it_learns_how_long_steps_take() -> None:
         side = connector._connector
         assert isinstance(side, PipelineConnector)
         await until(lambda: engine.snapshot().idle)
-        seconds = side._scheduler._step_times.seconds(20, 0)
+        seconds = side._scheduler.chooser.step_times.seconds(20, 0)
         assert seconds is not None
         assert 0 < seconds < 10
 

@@ -30,6 +30,7 @@ from pipeline_kit import BLOCK_SIZE, RECORD_BYTES, ask, forget_on_device, some_t
 from interlace import AsyncEngine, EngineConfig, KVTransferConfig, SamplingParams
 from interlace.connectors.conformance import check_connector
 from interlace.connectors.pipeline import worker_files
+from interlace.connectors.pipeline.sched_files import FileTier
 from interlace.connectors.slab_store import directory, slab_writer
 from interlace.connectors.slab_store import slab as slabs
 from interlace.engine.errors import ConfigError
@@ -177,8 +178,8 @@ async def test_a_block_that_hangs_is_not_promised_again_and_again(
             right(model, [*PROMPT, number], done)
             await until(engine.reset_prefix_cache)  # not while a save is under way
         may_go_on.set()
-        files = scheduler_of(engine)._files
-        assert files is not None
+        files = scheduler_of(engine)._tier
+        assert isinstance(files, FileTier)
         assert len(files._open_fetches) <= 10, "of the first request alone"
 
 

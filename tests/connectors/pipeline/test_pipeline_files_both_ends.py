@@ -173,18 +173,18 @@ async def test_where_reading_is_slow_both_ends_are_chosen(
     folder, model, counts = tmp_path / "kv", deep_model(), counts_of(monkeypatch)
     await stored(folder, LONG)
     async with engine_of(folder, load_mode="auto", registered_bytes=0) as engine:
-        scheduler = scheduler_of(engine)
-        monkeypatch.setattr(scheduler, "_fetch_rate", LoadRate(25 * RECORD_BYTES / 2.0))
+        chooser = scheduler_of(engine).chooser
+        monkeypatch.setattr(chooser, "fetch_rate", LoadRate(25 * RECORD_BYTES / 2.0))
         monkeypatch.setattr(
-            scheduler, "_computing_s", lambda first, end: 2.0 * (end - first) / len(LONG)
+            chooser, "computing_s", lambda first, end: 2.0 * (end - first) / len(LONG)
         )
         monkeypatch.setattr(
-            scheduler._step_times, "seconds", lambda count, before: 2.0 * count / len(LONG)
+            chooser.step_times, "seconds", lambda count, before: 2.0 * count / len(LONG)
         )
         right(model, LONG, await ask(engine, LONG, 5))
         await a_step(engine)
         assert counts["chose_hybrid"] == 1
-        forecast = scheduler.last_forecast
+        forecast = chooser.last_forecast
         assert forecast is not None
         assert forecast.bulk_load_s == pytest.approx(2.0)
         assert forecast.hybrid_s == pytest.approx(1.0, rel=0.1)

@@ -28,6 +28,7 @@ from slab_kit import flip
 
 from interlace import AsyncEngine, EngineConfig, KVTransferConfig
 from interlace.connectors.pipeline import worker_maps
+from interlace.connectors.pipeline.sched_files import FileTier
 from interlace.connectors.slab_store import slab as slabs
 
 WAYS = ("auto", "bulk", "layerwise", "hybrid")
@@ -43,8 +44,8 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[StrictMemory]:
 
 def mapped_in(engine: AsyncEngine) -> set[str]:
     """Slabs that the scheduler side orders loads from."""
-    files = scheduler_of(engine)._files
-    assert files is not None
+    files = scheduler_of(engine)._tier
+    assert isinstance(files, FileTier)
     return set(files._mapped)
 
 

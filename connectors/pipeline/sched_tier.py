@@ -1,0 +1,137 @@
+"""What a connector's scheduler side asks of where blocks are stored: here, of host memory alone.
+
+`sched_files.py` has files behind it. Event loop.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Container, Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from interlace.connectors.pipeline.host_index import HostIndex
+from interlace.connectors.pipeline.messages import Fetch, PipelineReport, StoreOrder
+from interlace.connectors.slab_store.catalog import Place
+
+
+class Found(NamedTuple):
+    """A block that lies in a registered slab: loaded from there."""
+
+    record: int
+    place: Place
+
+
+NOTHING_AT_HAND: Mapping[bytes, Found] = {}
+
+
+class Stored(NamedTuple):
+    """How much of a request is stored."""
+
+    num_blocks: int
+    """From the first one on."""
+    num_fetched: int = 0
+    """Of these, what has to be read first."""
+    at_hand: Mapping[bytes, Found] = NOTHING_AT_HAND
+    """Of these, what lies in registered slabs."""
+
+    @property
+    def fetched_share(self) -> float:
+        """Of all of them."""
+        return self.num_fetched / self.num_blocks if self.num_blocks else 0.0
+
+
+class Taken(NamedTuple):
+    """Records for a load of some blocks."""
+
+    records: dict[bytes, int]
+    """Block hash -> where it is loaded from. Of those that are stored in memory pinned ones."""
+    fetches: tuple[Fetch, ...] = ()
+    """Into the others."""
+    fetched: tuple[bytes, ...] = ()
+    """The blocks of these, in the same order."""
+    missing: tuple[bytes, ...] = ()
+    """What has no record: its file has gone since it was promised, or memory is full."""
+    mapped: tuple[Found, ...] = ()
+    """What is loaded from where it lies."""
+
+
+class MemoryTier:
+    """See the module's docstring. What is about files does nothing."""
+
+    def __init__(self, index: HostIndex) -> None:
+        """Over these records."""
+        self._index = index
+
+    # ---------------------------------------------------------------- loads
+
+    def refresh(self) -> None:
+        """Somebody asks: see what others have stored, if it is time for that."""
+
+    def look_up(self, block_hashes: Sequence[bytes]) -> Stored:
+        """How many of these, from the first on, are stored."""
+        known = itertools.takewhile(self._index.records.__contains__, block_hashes)
+        return Stored(sum(1 for _ in known))
+
+    def take(
+        self, block_hashes: Sequence[bytes], at_hand: Mapping[bytes, Found] = NOTHING_AT_HAND
+    ) -> Taken:
+        """For a load of these; `at_hand`: what was found in registered slabs when it was promised.
+        `settle` is owed for what is fetched, `settle_mapped` for what is mapped, and
+        `HostIndex.unpin` for the rest."""
+        records = self._index.pin(block_hashes)
+        return Taken(dict(zip(block_hashes, records, strict=True)))
+
+    def avoid(self, records: Iterable[int], mapped: Iterable[Found]) -> None:
+        """What was to be fetched into these, or is one of those that lie in registered slabs, has
+        not come, and others may ask for it before its load is settled."""
+
+    def settle(
+        self,
+        records: Iterable[int],
+        unfetched: frozenset[int],
+        damaged: frozenset[int],
+        parents: Mapping[bytes, bytes],
+        unneeded: Container[int] = (),
+    ) -> None:
+        """A load has ended, and nothing writes into its records any more: those that it fetched, in
+        order. `unfetched` could not be read; of these `damaged` never will be, and `unneeded` were
+        not needed any more. `parents`: the block before each, if it is not the first."""
+
+    def settle_mapped(self, mapped: Sequence[Found], damaged: Container[int]) -> None:
+        """A load from these has ended."""
+
+    # ---------------------------------------------------------------- stores
+
+    def offer(self, block_hashes: Sequence[bytes], parent_hash: bytes | None) -> None:
+        """These blocks, neighbours behind `parent_hash`, were put into memory, or used there: write
+        those that are worth it."""
+
+    def needs_no_save(self, block_hash: bytes) -> bool:
+        """Whether the block lies in a file that is as good as memory, or would not stay there."""
+        return False
+
+    # ---------------------------------------------------------------- messages
+
+    @property
+    def has_orders(self) -> bool:
+        """Whether there is something to tell the worker side, or to hear from it."""
+        return False
+
+    def take_orders(self) -> tuple[StoreOrder, ...]:
+        """What the worker side is to be told, once."""
+        return ()
+
+    def take_closed(self) -> frozenset[str]:
+        """What the worker side is to be told of closing slabs, once."""
+        return frozenset()
+
+    def follow(self, report: PipelineReport) -> None:
+        """What the worker side reports of files, once the loads that it names have ended."""
+
+    def forget(self) -> None:
+        """Nothing that is stored, being stored or being fetched by now is found again by this
+        engine."""
+
+    def close(self, timeout_s: float) -> bool:
+        """Look no more; False if that takes longer."""
+        return True
