@@ -7,7 +7,7 @@ own options.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from interlace.bench.passing_copies import PassingCopies
@@ -86,7 +86,7 @@ class _TapedWorker(PipelineWorker):
 
 
 class _TapedCopies(PassingCopies):
-    """`Copies` that note each load of a layer. Lane's thread."""
+    """`Copies` that note each load of a layer: in host memory those are single. Lane's thread."""
 
     def __init__(self, copies: Copies, tape: StepTape) -> None:
         super().__init__(copies)
@@ -98,3 +98,7 @@ class _TapedCopies(PassingCopies):
         copied = super().load(layer, runs)
         self._tape.add_load(layer, begin, copied.num_bytes)
         return copied
+
+    def load_layers(self, layers: range, runs: Runs) -> Iterator[Copied]:
+        """See `Copies`; each noted."""
+        return (self.load(layer, runs) for layer in layers)

@@ -17,6 +17,7 @@ from interlace.bench.step_trace.build import LayerLoad, StepMarks
 from interlace.bench.step_trace.device import (
     GATE_KERNEL,
     GATHER_KERNEL,
+    RECORDS_KERNEL,
     DeviceEvent,
     gates_of,
     is_copy_of_kv,
@@ -28,9 +29,6 @@ from interlace.bench.step_trace.hybrid_build import HybridMarks
 from interlace.bench.step_trace.hybrid_tape import HybridTape, NotedSlice
 from interlace.engine.errors import InterlaceError
 
-RECORDS_KERNEL = "record_gather_kernel"
-"""Copies a slice over all layers in place of copies, where blocks are no neighbours. Where layers
-lie differently, `GATHER_KERNEL` copies each."""
 UPLOAD_KERNEL = "read_words_kernel"
 """Uploads a step's inputs, if a copy does not."""
 

@@ -89,6 +89,7 @@ def _recorder(
         num_layers=block.num_layers,
         page_bytes=block.page_bytes,
         layer_bytes=blocks_for(plan.prefix_tokens) * block.page_bytes,
+        group_size=plan.groups_of(block.num_layers),
     )
     return ProfiledSteps(prepared.device, lambda events: marks_of(events, shape))
 

@@ -5,24 +5,29 @@ from __future__ import annotations
 import random
 
 import pytest
-from step_trace_kit import COMPUTE, LOAD, SHAPE, US, FakeDevice, a_step, facts
+from step_trace_kit import COMPUTE, LOAD, SHAPE, STORE, US, FakeDevice, a_step, facts
 
 from interlace.bench.step_trace.build import build_trace
 from interlace.bench.step_trace.device import (
     FEED_FORWARD_KERNEL,
     GATE_KERNEL,
+    GATHER_KERNEL,
     NORM_KERNEL,
+    RECORDS_KERNEL,
+    LoadShape,
     marks_of,
 )
 from interlace.bench.step_trace.intervals import Interval
 from interlace.engine.errors import InterlaceError
-from interlace.layers.kernels import pointwise, rope_write
+from interlace.layers.kernels import page_gather, pointwise, rope_write
 
 
 def test_the_kernels_are_called_so() -> None:
     assert hasattr(rope_write, GATE_KERNEL)
     assert hasattr(pointwise, FEED_FORWARD_KERNEL)
     assert hasattr(pointwise, NORM_KERNEL)
+    assert hasattr(page_gather, GATHER_KERNEL)
+    assert hasattr(page_gather, RECORDS_KERNEL)
 
 
 def test_copies_and_kernels_are_shared_out_among_layers() -> None:
@@ -103,8 +108,87 @@ def test_a_load_in_another_order_is_an_error() -> None:
     device = a_step()
     for begin in (1400, 1410, 1420, 1430):
         device.copy(begin, 5, 2000)
-    with pytest.raises(InterlaceError, match="do not repeat from layer to layer"):
+    with pytest.raises(InterlaceError, match=r"12 copies .* do not share out among 4 layers"):
         marks_of(device.events, SHAPE)
+
+
+# ---------------------------------------------------------------- calls for a whole group
+
+PAIR_SHAPE = LoadShape(num_layers=6, page_bytes=1000, layer_bytes=8000, group_size=2)
+"""Layers 2 and 3 are the one group of several."""
+LAYERS_OF_GROUPS = [1, 1, 2, 1, 1]
+
+
+def a_step_of_pairs(copies_of_pair: list[int], sizes_of_others: list[int]) -> FakeDevice:
+    """A layer takes 80 us to load; copies of these sizes take their share of it."""
+    device = a_step(6)
+    device.events = [event for event in device.events if event.num_bytes != 4000]
+    begin = 900
+    for num_layers in LAYERS_OF_GROUPS:
+        for size in copies_of_pair if num_layers == 2 else sizes_of_others:
+            device.copy(begin, size // 100, size)
+            begin += size // 100
+    return device
+
+
+@pytest.mark.parametrize(
+    ("copies_of_pair", "num_pieces"),
+    [
+        ([3000, 5000, 3000, 5000], [2, 2]),
+        ([16_000], [1, 1]),
+        ([3000, 3000, 5000, 5000], [3, 2]),
+        ([4000, 12_000], [2, 1]),
+    ],
+    ids=["in order", "one event", "in another order", "an event over the edge"],
+)
+def test_a_call_for_a_group_is_shared_out_by_bytes(
+    copies_of_pair: list[int], num_pieces: list[int]
+) -> None:
+    device = a_step_of_pairs(copies_of_pair, [3000, 5000])
+    loads = marks_of(device.events, PAIR_SHAPE).loads
+    assert [(load.begin_ns, load.end_ns) for load in loads] == [
+        ((900 + 80 * layer) * US, (980 + 80 * layer) * US) for layer in range(6)
+    ]
+    assert [load.num_bytes for load in loads] == [8000] * 6
+    assert [len(load.pieces) for load in loads] == [2, 2, *num_pieces, 2, 2]
+
+
+def test_copies_of_one_call_may_overlap() -> None:
+    device = a_step_of_pairs([3000, 5000, 3000, 5000], [8000])
+    place = [event.num_bytes for event in device.events].index(5000)
+    late = device.events[place]._replace(end_ns=(1220 + 5) * US)
+    device.events[place] = late
+    loads = marks_of(device.events, PAIR_SHAPE).loads
+    assert [load.end_ns // US for load in loads] == [980, 1060, 1225, 1225, 1300, 1380]
+
+
+def test_bytes_that_are_of_two_groups_are_an_error() -> None:
+    device = a_step_of_pairs([8000, 4000], [8000])
+    place = [event.num_bytes for event in device.events].index(4000)
+    after = device.events[place + 1]
+    device.events[place + 1] = after._replace(num_bytes=12_000)
+    with pytest.raises(InterlaceError, match=r"6 copies .* do not share out among 6 layers"):
+        marks_of(device.events, PAIR_SHAPE)
+
+
+def test_copies_that_repeat_are_told_apart_whatever_bytes_they_tell() -> None:
+    device = a_step_of_pairs([3000, 7000, 3000, 7000], [3000, 7000])
+    loads = marks_of(device.events, PAIR_SHAPE).loads
+    assert [load.begin_ns // US for load in loads] == [900 + 100 * layer for layer in range(6)]
+
+
+def test_a_kernel_loads_a_group_and_another_one_saves() -> None:
+    device = a_step_of_pairs([], [])
+    for group, num_layers in enumerate(LAYERS_OF_GROUPS):
+        device.now = 900 + 80 * sum(LAYERS_OF_GROUPS[:group])
+        device.kernel(RECORDS_KERNEL, 80 * num_layers, LOAD)
+    device.now = 1500
+    for _ in range(9):
+        device.kernel(RECORDS_KERNEL, 2, STORE)
+    loads = marks_of(device.events, PAIR_SHAPE).loads
+    assert [(load.begin_ns, load.end_ns) for load in loads] == [
+        ((900 + 80 * layer) * US, (980 + 80 * layer) * US) for layer in range(6)
+    ]
 
 
 def test_no_load_is_an_error() -> None:

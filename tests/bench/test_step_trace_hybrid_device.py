@@ -18,13 +18,9 @@ from step_trace_kit import (
     both_ends_facts,
 )
 
-from interlace.bench.step_trace.device import GATE_KERNEL, DeviceEvent
+from interlace.bench.step_trace.device import GATE_KERNEL, RECORDS_KERNEL, DeviceEvent
 from interlace.bench.step_trace.hybrid_build import HybridMarks, build_hybrid_trace
-from interlace.bench.step_trace.hybrid_device import (
-    RECORDS_KERNEL,
-    UPLOAD_KERNEL,
-    hybrid_marks_of,
-)
+from interlace.bench.step_trace.hybrid_device import UPLOAD_KERNEL, hybrid_marks_of
 from interlace.bench.step_trace.hybrid_tape import NotedSlice
 from interlace.bench.step_trace.trace import Blocks
 from interlace.engine.errors import InterlaceError

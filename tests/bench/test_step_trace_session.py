@@ -9,10 +9,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from step_trace_kit import Ticks, a_trace
 
 from interlace.bench.session import Prepared, prepare
 from interlace.bench.settings import Settings
+from interlace.bench.step_trace.build import LayerLoad
+from interlace.bench.step_trace.connector import _TapedCopies
 from interlace.bench.step_trace.figures import figures_of
 from interlace.bench.step_trace.file import to_json
 from interlace.bench.step_trace.parse import from_json
@@ -24,6 +27,7 @@ from interlace.connectors.pipeline import worker_backward
 from interlace.engine.clock import MonotonicClock
 from interlace.engine.errors import ConfigError, InterlaceError
 from interlace.layers.checkpoint.loading import Silent
+from interlace.layers.page_copies import CopyWay, PageCopies
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -65,6 +69,19 @@ async def test_a_step_of_a_real_engine(prepared: Prepared) -> None:
     assert row.case == "20 new"
     assert len(row.figures["total ms"].samples) == 2
     assert report.settings["group_size"] == 3
+
+
+def test_layers_of_a_group_are_noted_one_by_one() -> None:
+    records = torch.ones(4, 3, 8, dtype=torch.uint8)
+    layers = [torch.zeros(6, 8, dtype=torch.uint8) for _ in range(3)]
+    tape = StepTape(Ticks())
+    copies = _TapedCopies(PageCopies(records, layers), tape)
+    copied = copies.load_layers(range(1, 3), copies.prepare([(0, 1, 2), (2, 5, 1)]))
+    assert next(iter(copied)) == (CopyWay.STRIDED, 2, 24)
+    assert tape._loads == {1: LayerLoad(1000, 2000, 24)}, "each as it is asked for"
+    assert len(list(copied)) == 1
+    assert tape._loads == {1: LayerLoad(1000, 2000, 24), 2: LayerLoad(3000, 4000, 24)}
+    assert layers[2].any()
 
 
 async def test_a_prompt_from_both_ends_of_a_real_engine(prepared: Prepared) -> None:

@@ -18,10 +18,14 @@ import torch
 import interlace
 from interlace.bench.session import Prepared, prepare
 from interlace.bench.settings import Settings
-from interlace.bench.step_trace.device import GATE_KERNEL, GATHER_KERNEL, NORM_KERNEL
+from interlace.bench.step_trace.device import (
+    GATE_KERNEL,
+    GATHER_KERNEL,
+    NORM_KERNEL,
+    RECORDS_KERNEL,
+)
 from interlace.bench.step_trace.figures import figures_of
 from interlace.bench.step_trace.file import read_file, to_json
-from interlace.bench.step_trace.hybrid_device import RECORDS_KERNEL
 from interlace.bench.step_trace.parse import from_json
 from interlace.bench.step_trace.session import record_timeline
 from interlace.bench.step_trace.setup import TimelinePlan

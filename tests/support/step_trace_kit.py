@@ -12,7 +12,7 @@ from interlace.bench.step_trace.trace import Blocks, HybridTrace, StepTrace
 from interlace.connectors.pipeline.layer_groups import LayerGroups
 
 US = 1000
-SHAPE = LoadShape(num_layers=4, page_bytes=1000, layer_bytes=8000)
+SHAPE = LoadShape(num_layers=4, page_bytes=1000, layer_bytes=8000, group_size=1)
 COMPUTE, LOAD, STORE = 7, 20, 28
 
 
