@@ -100,25 +100,27 @@ class PipelinedLoad:
         return self._meter.stats()
 
     def copy_group(self, group: int) -> None:
-        """The work of one group, on the lane: layer by layer, over all parts."""
+        """The work of one group, on the lane: part by part, each over all its layers, which may
+        be one call for a stream. The gate opens behind all parts, so their order is all one."""
         layers = self._groups.ranges[group]
         with self._lock:
             if self.is_given_up:
                 return
             self._meter.begin()
-            for layer in layers:
-                for part, runs in enumerate(self._runs):
-                    if runs is not None and self._may_copy(part):
-                        self._copy(part, layer, runs)
+            for part, runs in enumerate(self._runs):
+                if runs is not None:
+                    self._copy(part, layers, runs)
             if layers.stop == self._groups.num_layers:
                 self._meter.end()
 
     def _may_copy(self, part: int) -> bool:
         return self.errors[part] is None and not self.is_given_up
 
-    def _copy(self, part: int, layer: int, runs: Runs) -> None:
+    def _copy(self, part: int, layers: range, runs: Runs) -> None:
         try:
-            self._meter.add(self._copies.load(layer, runs))
+            copies = iter(self._copies.load_layers(layers, runs))
+            while self._may_copy(part) and (copied := next(copies, None)):
+                self._meter.add(copied)
         except Exception as error:  # noqa: BLE001 - whatever it is, this part has failed
             self.errors[part] = without_frames(error, "of a load")
 

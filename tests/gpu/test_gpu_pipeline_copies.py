@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from interlace.connectors.pipeline.layer_pipeline import LayerPipeline
+from interlace.connectors.pipeline.layer_pipeline import LaneCopies, LayerPipeline
 from interlace.connectors.pipeline.messages import Load, PipelineMetadata, RecordRun, Save
 from interlace.connectors.pipeline.options import PipelineOptions
 from interlace.connectors.pipeline.records import HostRecords
@@ -32,6 +32,7 @@ from interlace.layers.kernels.page_gather import GATHER_TILES, GatherTiles, Page
 from interlace.layers.lanes import ThreadLanes
 from interlace.layers.page_copies import (
     LEAST_STRIDED_BATCH,
+    MOST_STRIDED_RUNS,
     CopyWay,
     PageCopies,
     Run,
@@ -364,16 +365,27 @@ def test_records_that_the_device_cannot_read_are_refused() -> None:
 
 
 class Kit:
-    """A pipeline, and steps that read each layer into `out`."""
+    """A pipeline, and steps that read each layer into `out`. Up to so many runs are strided."""
 
-    def __init__(self, records: HostRecords, *, window_bytes: int = 32 << 20) -> None:
+    def __init__(
+        self,
+        records: HostRecords,
+        *,
+        window_bytes: int = 32 << 20,
+        most_strided_runs: int = MOST_STRIDED_RUNS,
+    ) -> None:
         self.records = records.tensor
         self.layers = page_layers()
         self.rows = [pages.view(torch.uint8).view(NUM_BLOCKS, -1) for pages in self.layers]
         self.lanes = CudaLanes(CudaStreams(device()))
-        self.pipeline = LayerPipeline.over(
-            records.tensor, self.layers, self.lanes, window_bytes=window_bytes
+        within = PageCopies(
+            records.tensor,
+            self.layers,
+            strided_batch=cuda_memcpy_2d_batch(device()),
+            most_strided_runs=most_strided_runs,
         )
+        copies = LaneCopies.over(records.tensor, self.layers)._replace(load=within)
+        self.pipeline = LayerPipeline(self.lanes, copies, window_bytes=window_bytes)
         self.out = torch.zeros(NUM_LAYERS, NUM_BLOCKS, PAGE_BYTES, dtype=torch.uint8, device="cuda")
         stall(1000)  # the first use of a kernel loads it, which may wait for the device
         self.poison()
@@ -418,9 +430,14 @@ OTHER: list[Run] = [(100, 192, 7)]
 MANY: list[Run] = [(i, 190 - 4 * i, 1) for i in range(40)]
 
 
-@pytest.mark.parametrize("runs", [RUNS, MANY])
-def test_an_eager_step_reads_what_was_loaded(records: HostRecords, runs: list[Run]) -> None:
-    kit = Kit(records)
+@pytest.mark.parametrize(
+    ("runs", "most_strided_runs"), [(RUNS, 4), (MANY, 4), (MANY[:6], 6), (MANY, 40)]
+)
+def test_an_eager_step_reads_what_was_loaded(
+    records: HostRecords, runs: list[Run], most_strided_runs: int
+) -> None:
+    """By single copies, a kernel a group, one call for the group of two, and one for each."""
+    kit = Kit(records, most_strided_runs=most_strided_runs)
     for step_id in range(5):
         stall()
         kit.poison()

@@ -13,6 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from interlace.connectors.pipeline.layer_groups import LayerGroups
+from interlace.connectors.pipeline.worker_loads import PipelinedLoad
+from interlace.connectors.pipeline.worker_times import ClockStopwatch
 from interlace.engine.errors import ConnectorError
 from interlace.layers import page_copies
 from interlace.layers.kernels.page_gather import GATHER_TILES, GatherTiles, PageGather
@@ -265,6 +268,29 @@ def test_several_layers_in_one_go(
         assert torch.equal(rows, right)
         if not loads:
             assert torch.equal(behind(rows), before)
+
+
+@interpreted
+@pytest.mark.parametrize("are_alike", [True, False])
+def test_a_load_within_a_step_is_one_kernel_a_group(are_alike: bool) -> None:
+    num_layers = NUM_LAYERS + 1  # the two in the middle are a group
+    records, layers = filled(NUM_RECORDS, num_layers, 64), layers_of(64, 16, 0)
+    layers.insert(2, layers_of(64, 16 if are_alike else 32, 0)[0])
+    parts = [[(2 * i, 20 - 2 * i, 1) for i in range(6)], [(13, 3, 2), (17, 21, 1)]]
+    right = [rows.clone() for rows in layers]
+    for layer, rows in enumerate(right):
+        for part in parts:
+            copy_twin(layer, records, rows, part, loads=True)
+    groups, watch = LayerGroups(num_layers, 3), ClockStopwatch(lambda: 0.0)
+    load = PipelinedLoad(copies_of(records, layers), [*map(tuple, parts)], groups, watch)
+    for group in range(load.num_groups):
+        load.copy_group(group)
+        copied = groups.ranges[group].stop
+        assert all(map(torch.equal, layers[:copied], right[:copied]))
+    assert load.errors == [None, None]
+    assert load.stats.ways == {CopyWay.GATHER}
+    assert load.stats.num_copies == len(parts) * 3
+    assert load.stats.num_bytes == num_layers * (6 + 3) * 64
 
 
 def test_strided_layers_come_one_after_the_other() -> None:

@@ -11,7 +11,8 @@ from interlace.layers.record_space import RecordSpace
 
 
 class HookedCopies(PageCopies):
-    """Calls `before(layer, runs)` before each copy, on its lane; it may raise, and wait."""
+    """Calls `before(layer, runs)` before each copy, on its lane; it may raise, and wait. Several
+    layers are copied there one by one, by `load` and `save`."""
 
     def __init__(
         self,
