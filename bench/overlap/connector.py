@@ -7,11 +7,11 @@ Nothing else is changed: a request takes the way that `load_mode` would have for
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from interlace.bench.awake_steps import awake
 from interlace.bench.connector_option import take_option
 from interlace.bench.overlap.meter import Meter
 from interlace.bench.overlap.slow_link import SlowLoads, UselessCopies
@@ -86,9 +86,7 @@ class MeteredPipelineConnector(PipelineConnector):
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> PipelineMetadata:
         """As in `PipelineConnector`; while the meter is on, it sees every step."""
         metadata = super().build_connector_meta(scheduler_output)
-        if metadata.is_idle and self._meter.is_on:
-            return dataclasses.replace(metadata, is_idle=False)
-        return metadata
+        return awake(metadata, scheduler_output) if self._meter.is_on else metadata
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """As in `PipelineConnector`; by now the step's sampling was queued."""

@@ -7,10 +7,10 @@ wait for in such steps, tell when each layer begins; on a GPU they are left out 
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from interlace.bench.awake_steps import awake
 from interlace.bench.passing_copies import PassingCopies
 from interlace.bench.step_trace.facts import RanStep
 from interlace.bench.step_trace.hybrid_tape import HybridTape, NotedSlice
@@ -53,8 +53,7 @@ class HybridNotesConnector(TapedConnector[HybridTape]):
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> PipelineMetadata:
         """As the base class, but never idle."""
-        metadata = super().build_connector_meta(scheduler_output)
-        return dataclasses.replace(metadata, is_idle=False) if metadata.is_idle else metadata
+        return awake(super().build_connector_meta(scheduler_output), scheduler_output)
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """As the base class."""

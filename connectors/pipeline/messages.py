@@ -160,6 +160,11 @@ class PipelineMetadata(KVConnectorMetadata):
         return any(not load.is_async for load in self.loads)
 
 
+IDLE = PipelineMetadata(step_id=0, is_idle=True)
+"""Of every step in which the worker side has nothing to do: it is not asked for that step at all,
+and most steps are such."""
+
+
 def num_pairs(num_tokens: int, num_context_tokens: int) -> float:
     """Pairs of a token and one that it attends to, of one request that computes `num_tokens` behind
     `num_context_tokens`."""

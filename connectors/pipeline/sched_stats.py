@@ -41,5 +41,7 @@ class Counter:
 
     def take(self) -> PipelineStats | None:
         """What was counted since the last call, None if nothing was."""
+        if not self._counts:  # as after most steps
+            return None
         counts, self._counts = self._counts, collections.Counter()
-        return PipelineStats(data=dict(counts)) if counts else None
+        return PipelineStats(data=dict(counts))

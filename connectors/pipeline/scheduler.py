@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from interlace.connectors.pipeline.host_index import HostIndex
 from interlace.connectors.pipeline.messages import (
+    IDLE,
     PipelineHandshake,
     PipelineMetadata,
     PipelineReport,
@@ -273,9 +274,7 @@ class PipelineScheduler:
         num_tokens = scheduler_output.total_num_scheduled_tokens
         is_timed = not self._loads.has_orders_within and self._timed_steps.choose(num_tokens)
         if not (is_timed or self._timed_steps.expects_report or self._has_orders):
-            return PipelineMetadata(
-                step_id=scheduler_output.step_id, num_tokens=num_tokens, is_idle=True
-            )
+            return IDLE
         orders = self._planner.take_orders()
         shares, self._shares = self._shares, []
         lost_loads, self._lost_loads = self._lost_loads, set()
