@@ -1,11 +1,11 @@
 """How near the store's reads come to the best that plain ones reach here: the same records, into
 the same memory, in turns.
 
-The store's way is the connector's: a few records a work, on its lanes, each compared with its
-checksum, unless a GPU does that. The plain way is threads that read records by `preadv`, one after
-the other, and nothing else; their number is the queue depth. "checked" are plain reads at the depth
-of the lanes that compute the checksum too: what lies between those and the store is what lanes
-cost. Files lie in the page cache, and then they do not.
+The store's way is the connector's: its lanes take a few records each from one queue, and compare
+each with its checksum, unless a GPU does that. The plain way is threads that read records by
+`preadv`, one after the other, and nothing else; their number is the queue depth. "checked" are
+plain reads at the depth of the lanes that compute the checksum too: what lies between those and the
+store is what lanes cost. Files lie in the page cache, and then they do not.
 """
 
 from __future__ import annotations
@@ -44,7 +44,9 @@ DEPTHS = (1, 2, 4, 8, 16, 32)
 """Of plain reads: records that are read at a time."""
 STORE = "store"
 CHECKED = "checked, as deep as the store's lanes"
-_POLL_S = 0.0001
+_POLL_S = 0.0003
+"""Who asks more often takes the interpreter from those who read. The wait is part of what is
+measured."""
 _CLOSE_S = 10.0
 _KEPT = 0.1
 """Such a share of what is read may stay in memory where pages are dropped."""
