@@ -35,7 +35,8 @@ from interlace.connectors.slab_store.checksum import COLUMNS, factors
 from interlace.connectors.slab_store.directory import Limits, SlabDirectory
 from interlace.connectors.slab_store.layout import DamagedSlabError
 from interlace.connectors.slab_store.mapping import Scout
-from interlace.connectors.slab_store.reading import WORK_BYTES, KnownSlabs, Read, Reads
+from interlace.connectors.slab_store.read_queue import Read
+from interlace.connectors.slab_store.reading import WORK_BYTES, KnownSlabs, Reads
 from interlace.connectors.slab_store.slab_writer import NewRecord
 from interlace.connectors.slab_store.space import Space
 from interlace.connectors.slab_store.writing import Write, WriteBehind
