@@ -337,9 +337,11 @@ class KVConnectorBase_V1(ABC):  # noqa: N801 - the protocol's name
 
         While the device thread waits for the device, outside of any step's hooks and without
         metadata: once when it begins to wait for a step, and then again and again while the answer
-        is True and the step has not ended. So transfers need not be queued by the hooks, which hold
-        up the launch of steps, nor far ahead. What is done here holds up whoever waits for the
-        step's tokens: a fraction of a millisecond at a time. Not called while the connector is idle
+        is True and the step has not ended. Likewise while nothing computes and somebody waits for
+        a load or a save, for some milliseconds: False is followed by a step that asks for news.
+        So transfers need not be queued by the hooks, which hold up the launch of steps, nor far
+        ahead. What is done here holds up whoever waits for the step's tokens: a fraction of a
+        millisecond at a time. Not called while the connector is idle
         in the step that was launched last, nor on a device that computes within the launch, as a
         CPU does. An extension of the protocol.
         """

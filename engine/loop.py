@@ -3,6 +3,8 @@
 The only task that touches the scheduler's steps. It sleeps until a request comes or goes, or a
 step ends; it never computes on the device. Where only a KV connector can bring news, it runs empty
 steps, at first at once and then ever more seldom: news wait for a sixteenth of their time at most.
+Where connectors have transfers to move on meanwhile, the device thread stays with an empty step and
+does that, until they may have news.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import threading
 from collections import deque
 from collections.abc import Callable
 
@@ -28,6 +31,10 @@ LONGEST_POLL_S = 0.020
 """Between empty steps, while a connector has transfers under way and nothing else is to do."""
 POLL_SHARE = 16
 """Between these it is this part of the time since there was news."""
+LONGEST_STAY_S = 0.005
+"""With an empty step: of several connectors one may have news, while another is not done."""
+_LOOK_S = 0.0003
+"""Between two looks at transfers: readers need the interpreter."""
 CLOSING_S = 5.0
 """How long a loop that was told to stop waits for ended requests that a connector still holds."""
 
@@ -40,13 +47,26 @@ def poll_pause(waited_s: float) -> float:
 class _Step:
     """A step under way: launched first, and then waited for, both on the device thread."""
 
-    def __init__(self, plan: SchedulerOutput, runner: StepRunner, device: DeviceThread) -> None:
-        """Launches it, behind all that the device thread has to do."""
+    def __init__(
+        self,
+        plan: SchedulerOutput,
+        runner: StepRunner,
+        device: DeviceThread,
+        clock: Clock,
+        *,
+        may_stay: bool,
+    ) -> None:
+        """Launches it, behind all that the device thread has to do, and with which that `may_stay`
+        when it has ended: nothing else is under way."""
         self.plan = plan
+        self.launched_s = clock.monotonic()
         self.asks_only = not (plan.total_num_scheduled_tokens or plan.async_loading_req_ids)
         """Whether it is there for a connector's news alone."""
         self._runner = runner
         self._device = device
+        self._clock = clock
+        self._may_stay = self.asks_only and may_stay
+        self._is_wanted = threading.Event()
         self._pending: PendingStep | None = None
         self.launched = device.submit(self._launch)
         self._output: asyncio.Future[ModelRunnerOutput] | None = None
@@ -55,8 +75,23 @@ class _Step:
         self._pending = self._runner.launch(self.plan)
 
     def _finish(self) -> ModelRunnerOutput:
-        # Nothing to wait for if the launch raised: `result` tells.
-        return ModelRunnerOutput() if self._pending is None else self._pending()
+        if self._pending is None:  # nothing to wait for if the launch raised: `result` tells
+            return ModelRunnerOutput()
+        output = self._pending()
+        if self._may_stay and output.kv_connector_output is None:
+            self._stay()
+        return output
+
+    def _stay(self) -> None:
+        """On the device thread: move transfers on, until there may be news, or `hurry`."""
+        until_s = self._clock.monotonic() + LONGEST_STAY_S
+        while self._runner.advance_transfers() and self._clock.monotonic() < until_s:
+            if self._is_wanted.wait(_LOOK_S):
+                return
+
+    def hurry(self) -> None:
+        """Somebody wants the device thread, or has other news: do not stay. Loop thread."""
+        self._is_wanted.set()
 
     def wait(self) -> asyncio.Future[ModelRunnerOutput]:
         """Let the device thread wait for its end, from when this is first called."""
@@ -109,12 +144,18 @@ class StepLoop:
         self._closing_until_s = 0.0
         self._poll_due = False
         self._had_news_s = clock.monotonic()
+        self._asked_s = self._had_news_s
         self._inflight: deque[_Step] = deque()
 
     def wake(self) -> None:
         """Look for work: a request came or went. Loop thread."""
         self._note_news()
+        self._hurry()
         self._wake.set()
+
+    def _hurry(self) -> None:
+        for step in self._inflight:
+            step.hurry()
 
     def stop(self) -> None:
         """Let `run` return when the steps in flight are applied; all requests have ended.
@@ -124,6 +165,7 @@ class StepLoop:
         """
         self._stopping = True
         self._closing_until_s = self._clock.monotonic() + CLOSING_S
+        self._hurry()
         self._wake.set()
 
     async def run(self, on_fatal: Callable[[Exception], None]) -> None:
@@ -181,7 +223,9 @@ class StepLoop:
             # A step that ended meanwhile has set the flag again.
             await self._wake.wait()
             return
-        pause_s = poll_pause(self._clock.monotonic() - self._had_news_s)
+        now_s = self._clock.monotonic()
+        # What the device thread has stayed with the last empty step was a part of the pause.
+        pause_s = self._asked_s + poll_pause(now_s - self._had_news_s) - now_s
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._wake.wait(), pause_s)
             return
@@ -203,7 +247,9 @@ class StepLoop:
             self._poll_due = works_ahead and plan.total_num_scheduled_tokens > 0
             if not plan.total_num_scheduled_tokens and not plan.async_loading_req_ids:
                 self._await_oldest_step()  # for what there is when that has ended
-            step = _Step(plan, self._runner, self._device)
+            self._hurry()
+            may_stay = not (self._inflight or self._stopping)
+            step = _Step(plan, self._runner, self._device, self._clock, may_stay=may_stay)
             self._inflight.append(step)
             if step.asks_only or not works_ahead:
                 self._await(step)
@@ -236,6 +282,8 @@ class StepLoop:
             self._poll_due |= plan.total_num_scheduled_tokens > 0
             if plan.total_num_scheduled_tokens or output.kv_connector_output is not None:
                 self._note_news()
+            if step.asks_only:
+                self._asked_s = step.launched_s
             updates = self._scheduler.take_tokens(plan, output)
             self._outputs.process(updates)
             has_news |= bool(updates)
@@ -243,6 +291,7 @@ class StepLoop:
 
     async def _drain(self) -> None:
         """Wait for device work that is under way when the loop ends early; its results are lost."""
+        self._hurry()
         for step in self._inflight:
             try:
                 await finish_despite_cancel(step.wait())

@@ -48,6 +48,13 @@ class StepRunner(Protocol):
         """
         ...
 
+    def advance_transfers(self) -> bool:
+        """While nothing computes: move on what connectors have under way; whether it is worth
+        asking again soon. If not they may have news, which an empty step brings, or nobody can tell
+        more before it. Raises: `ConnectorError`.
+        """
+        ...
+
     def get_handshake_metadata(self) -> dict[int, KVConnectorHandshakeMetadata]:
         """Rank -> what that worker's side of the connector has to say. Once, before the first step.
 
@@ -323,7 +330,7 @@ class WorkerConnector(Protocol):
 
     def advance_transfers(self) -> bool:
         """Move on what goes on beside the steps, for a fraction of a millisecond; whether there is
-        more of it. While the device works, as often as that is so."""
+        more of it. While the device works, or nothing is to be computed, as often as that is so."""
         ...
 
     def get_block_ids_with_load_errors(self) -> set[int]:

@@ -62,6 +62,10 @@ class ModelRunner:
         return lambda: output
 
     @torch.inference_mode()
+    def advance_transfers(self) -> bool:
+        """Never: what goes on beside the steps of a CPU needs no help between them."""
+        return False
+
     def execute(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
         """Compute one step and sample where a request's last token was computed.
 

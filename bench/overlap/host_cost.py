@@ -72,6 +72,10 @@ class HookRunner:
         reports = workers.collect(output)
         return lambda: workers.with_reports(sampled, reports)
 
+    def advance_transfers(self) -> bool:
+        """Never: nothing goes on."""
+        return False
+
     def close(self) -> None:
         """End the connector, and drop the pages."""
         self._workers.close()

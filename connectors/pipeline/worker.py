@@ -359,11 +359,14 @@ class PipelineWorker:
             self._saves[save.save_id] = transfer
 
     def advance(self) -> bool:
-        """While this thread waits for the device: feed a little; whether there is more to do."""
+        """While this thread waits for the device, or for this: feed a little; whether there is more
+        to do. Where nothing computes it goes on until a load has ended: somebody waits for it."""
         if self._opened is None:
             return False
         self._poll_fetches()
         has_more = self._opened.pipeline.advance()
+        if not self._has_forward and self._bulk_loads:
+            return not any(one.is_done for one in self._bulk_loads)
         return has_more or any(one.has_waiting for one in self._bulk_loads)
 
     # ---------------------------------------------------------------- reports

@@ -197,6 +197,10 @@ class GpuRunner:
 
         return finish
 
+    def advance_transfers(self) -> bool:
+        """See `StepRunner`."""
+        return self._workers.advance_transfers()
+
     def _advance_transfers(self, end: StepEnd) -> None:
         """Until a step has ended, or nothing is under way beside the steps. Once at least."""
         while self._workers.advance_transfers() and not end.has_come:

@@ -79,6 +79,9 @@ class PagedOracleRunner:
 
     works_ahead = False
 
+    def advance_transfers(self) -> bool:
+        return False
+
     def launch(self, scheduler_output: SchedulerOutput) -> PendingStep:
         output = self.execute(scheduler_output)
         return lambda: output
