@@ -59,7 +59,8 @@ class _Step:
         """Launches it, behind all that the device thread has to do, and with which that `may_stay`
         when it has ended: nothing else is under way."""
         self.plan = plan
-        self.launched_s = clock.monotonic()
+        self.stayed_s = 0.0
+        """How long the device thread has."""
         self.asks_only = not (plan.total_num_scheduled_tokens or plan.async_loading_req_ids)
         """Whether it is there for a connector's news alone."""
         self._runner = runner
@@ -84,10 +85,11 @@ class _Step:
 
     def _stay(self) -> None:
         """On the device thread: move transfers on, until there may be news, or `hurry`."""
-        until_s = self._clock.monotonic() + LONGEST_STAY_S
-        while self._runner.advance_transfers() and self._clock.monotonic() < until_s:
+        begun_s = self._clock.monotonic()
+        while self._runner.advance_transfers() and self.stayed_s < LONGEST_STAY_S:
             if self._is_wanted.wait(_LOOK_S):
                 return
+            self.stayed_s = self._clock.monotonic() - begun_s
 
     def hurry(self) -> None:
         """Somebody wants the device thread, or has other news: do not stay. Loop thread."""
@@ -144,7 +146,7 @@ class StepLoop:
         self._closing_until_s = 0.0
         self._poll_due = False
         self._had_news_s = clock.monotonic()
-        self._asked_s = self._had_news_s
+        self._stayed_s = 0.0
         self._inflight: deque[_Step] = deque()
 
     def wake(self) -> None:
@@ -223,9 +225,8 @@ class StepLoop:
             # A step that ended meanwhile has set the flag again.
             await self._wake.wait()
             return
-        now_s = self._clock.monotonic()
         # What the device thread has stayed with the last empty step was a part of the pause.
-        pause_s = self._asked_s + poll_pause(now_s - self._had_news_s) - now_s
+        pause_s = poll_pause(self._clock.monotonic() - self._had_news_s) - self._stayed_s
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._wake.wait(), pause_s)
             return
@@ -282,8 +283,7 @@ class StepLoop:
             self._poll_due |= plan.total_num_scheduled_tokens > 0
             if plan.total_num_scheduled_tokens or output.kv_connector_output is not None:
                 self._note_news()
-            if step.asks_only:
-                self._asked_s = step.launched_s
+            self._stayed_s = step.stayed_s
             updates = self._scheduler.take_tokens(plan, output)
             self._outputs.process(updates)
             has_news |= bool(updates)

@@ -200,6 +200,8 @@ class Scheduler:
         else:
             self.kv_cache.free(request, self._last_applied_step)
         self._count(num_finished_requests=1)
+        if request.response_kv_transfer_params:
+            self.settle()  # what is reported may change them before they are delivered
 
     def _queue_of(self, request: Request) -> RequestQueue:
         if request.status is RequestStatus.RUNNING:
@@ -676,6 +678,7 @@ class Scheduler:
         reports = runner_output.kv_connector_output
         updates = []
         if reports is not None and reports.invalid_block_ids:
+            self._last_applied_step = step.step_id  # nothing bad is held any longer
             updates += self._drop_bad_kv(step, frozenset(reports.invalid_block_ids))
         for item in step.scheduled:
             if not item.is_void:
@@ -684,6 +687,8 @@ class Scheduler:
         self._unsettled = _Unsettled(
             step.step_id, reports, runner_output.num_stray_reports, num_sampled
         )
+        if any(update.request.response_kv_transfer_params for update in updates):
+            self.settle()
         return updates
 
     def settle(self) -> None:

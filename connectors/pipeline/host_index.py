@@ -94,19 +94,19 @@ class HostIndex:
     ) -> None:
         """Pending records hold these blocks now; they follow the block `parent_hash`, or none. What
         is stored already stays where it is, and the new record of it is free."""
-        place = None if parent_hash is None else self._record_of.get(parent_hash)
+        stored, hash_in = self._record_of, self._hash_in
+        place = None if parent_hash is None else stored.get(parent_hash)
+        fresh: list[int] = []
         for record, block_hash in zip(records, block_hashes, strict=True):
-            if (known := self._record_of.get(block_hash)) is not None:
-                self._free.give_back(record)
-                place = known
+            known = stored.setdefault(block_hash, record)
+            if known == record:
+                hash_in[record] = block_hash
+                fresh.append(record)
                 continue
-            self._hash_in[record] = block_hash
-            self._record_of[block_hash] = record
-            if place is None:
-                self._order.add_newest(record)
-            else:
-                self._order.add_older(record, place)
-            place = record
+            self._free.give_back(record)
+            self._order.add_run(fresh, place)
+            fresh, place = [], known
+        self._order.add_run(fresh, place)
 
     def give_up(self, records: Sequence[int]) -> None:
         """Pending records are free again: their save has ended, and nothing came of it."""

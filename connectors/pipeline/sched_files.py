@@ -10,8 +10,7 @@ saved when it is found in its file, or is not written. Until then it is found in
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 
 from interlace.connectors.pipeline.host_index import HostIndex
 from interlace.connectors.pipeline.messages import (
@@ -39,13 +38,6 @@ _LONGEST_ORDER = 64
 """Blocks of one order."""
 
 
-class _OpenFetch(NamedTuple):
-    """A block that is being read into a record."""
-
-    block_hash: bytes
-    place: Place
-
-
 class FileTier(MemoryTier):
     """See the module's docstring, and `MemoryTier` for what the methods are for."""
 
@@ -65,7 +57,8 @@ class FileTier(MemoryTier):
         self._most_of_load = self._most_open = max(1, index.num_records // _SHARE_OF_RECORDS)
         self._mapped: dict[str, MappedRecords] = {}  # by slab
         self._closed: set[str] = set()
-        self._open_fetches: dict[int, _OpenFetch] = {}  # by record
+        self._open_fetches: dict[int, tuple[bytes, Place]] = {}
+        """Records that blocks are being read into -> the block, and where it lies."""
         self._void: set[int] = set()  # records of those that are not to be stored in memory
         self._orders: list[StoreOrder] = []
         self._open: dict[int, StoreOrder] = {}
@@ -159,8 +152,7 @@ class FileTier(MemoryTier):
             self._counter.add("fetches_missed", len(wanted))
             return Taken(records, missing=tuple(wanted), mapped=mapped)
         records |= zip(wanted, fresh, strict=True)
-        for block_hash, record, place in zip(wanted, fresh, places, strict=True):
-            self._open_fetches[record] = _OpenFetch(block_hash, place)
+        self._open_fetches.update(zip(fresh, zip(wanted, places, strict=True), strict=True))
         fetches = (
             Fetch(record, StoredPlace(slab.name, entry.record, entry.checksum))
             for record, (slab, entry) in zip(fresh, places, strict=True)
@@ -174,7 +166,7 @@ class FileTier(MemoryTier):
             if record in at_hand:
                 self._stored.avoid(at_hand[record])
             elif (opened := self._open_fetches.get(record)) is not None:
-                self._stored.avoid(opened.block_hash)
+                self._stored.avoid(opened[0])
 
     def settle(
         self,
@@ -185,19 +177,25 @@ class FileTier(MemoryTier):
         unneeded: Container[int] = (),
     ) -> None:
         """See `MemoryTier`."""
+        num_failed = num_fetched = 0
+        good: list[tuple[int, bytes]] = []
         for record in records:
-            opened = self._open_fetches.pop(record)
-            block_hash, is_void = opened.block_hash, record in self._void
-            self._void.discard(record)
+            block_hash, place = self._open_fetches.pop(record)
             if record in damaged:
-                self._stored.lose(block_hash, opened.place)
+                self._stored.lose(block_hash, place)
             failed = record in unfetched
             if record not in unneeded:
-                self._counter.add("blocks_failed_to_fetch" if failed else "blocks_fetched", 1)
-            if failed or is_void or not self._keeps_in_memory or block_hash in self._index:
+                num_failed, num_fetched = num_failed + failed, num_fetched + (not failed)
+            if failed or record in self._void or not self._keeps_in_memory:
                 self._index.give_up([record])
             else:
-                self._index.store([record], [block_hash], parents.get(block_hash))
+                good.append((record, block_hash))
+            self._void.discard(record)
+        self._counter.add("blocks_failed_to_fetch", num_failed)
+        self._counter.add("blocks_fetched", num_fetched)
+        for run in _chains(good, parents):
+            stored_in, hashes = zip(*run, strict=True)
+            self._index.store(stored_in, hashes, parents.get(hashes[0]))
 
     # ---------------------------------------------------------------- stores
 
@@ -288,3 +286,17 @@ class FileTier(MemoryTier):
     def close(self, timeout_s: float) -> bool:
         """See `MemoryTier`."""
         return self._stored.close(timeout_s)
+
+
+def _chains(
+    pairs: Iterable[tuple[int, bytes]], parents: Mapping[bytes, bytes]
+) -> Iterator[list[tuple[int, bytes]]]:
+    """The same records and blocks, in order, cut where a block does not follow the one before."""
+    chain: list[tuple[int, bytes]] = []
+    for pair in pairs:
+        if chain and parents.get(pair[1]) != chain[-1][1]:
+            yield chain
+            chain = []
+        chain.append(pair)
+    if chain:
+        yield chain

@@ -37,14 +37,19 @@ class Recency:
             yield number
             number = self._newer[number]
 
-    def add_newest(self, number: int) -> None:
-        """Add `number`, which is not in it, as the last to go."""
-        self._insert(number, self._end)
-
-    def add_older(self, number: int, than: int) -> None:
-        """Add `number`, which is not in it, so that it goes right before `than`, which is."""
-        assert than in self
-        self._insert(number, than)
+    def add_run(self, numbers: Sequence[int], than: int | None = None) -> None:
+        """Add these, none of which is in it: the first goes right before `than`, which is in it, or
+        last of all, and each of the others right before the one that comes ahead of it."""
+        assert than is None or than in self
+        older, newer = self._older, self._newer
+        place = self._end if than is None else than
+        before = older[place]
+        for number in numbers:
+            assert older[number] == _OUT
+            newer[number], older[place] = place, number
+            place = number
+        older[place], newer[before] = before, place
+        self._length += len(numbers)
 
     def refresh(self, numbers: Sequence[int]) -> None:
         """Make these, all of which are in it, the last to go, in this order.
@@ -77,13 +82,6 @@ class Recency:
         self._newer[older], self._older[newer] = newer, older
         self._older[number] = self._newer[number] = _OUT
         self._length -= 1
-
-    def _insert(self, number: int, newer: int) -> None:
-        assert number not in self
-        older = self._older[newer]
-        self._older[number], self._newer[number] = older, newer
-        self._newer[older] = self._older[newer] = number
-        self._length += 1
 
     def __repr__(self) -> str:
         return f"<Recency {self._length} of {self._end}>"

@@ -158,7 +158,7 @@ class FileWork:
                 f"the KV store cannot use {options.path} ({error.strerror or error}): give it a"
                 " directory that can be written to."
             ) from error
-        self._records = records
+        self._rows = records.reshape(len(records), -1)
         self._clock = clock
         self._reads = Reads(
             KnownSlabs(directory.root / space.folder_name),
@@ -218,27 +218,23 @@ class FileWork:
         if from_the_back:
             fetches, work_bytes = fetches[::-1], _BACKWARD_WORK_BYTES
         reads = self._reads.read_all(
-            [(one.place, self._row(one.record)) for one in fetches], work_bytes=work_bytes
+            [(one.place, self._rows[one.record]) for one in fetches], work_bytes=work_bytes
         )
         return Fetching(fetches, reads, self._clock())
 
     def sample(self, fetching: Fetching) -> LoadSample | None:
         """How long one took that is done, if it went well."""
-        return fetching.sample(self._records[0].nbytes, self._clock())
+        return fetching.sample(self._rows[0].nbytes, self._clock())
 
     def store(self, order: StoreOrder) -> None:
         """Begin to write these, or drop them if too much waits already."""
         write = self._writes.write(
             [
-                NewRecord(part.block_hash, part.parent_hash, self._row(part.record), order.made_ns)
+                NewRecord(part.block_hash, part.parent_hash, self._rows[part.record], order.made_ns)
                 for part in order.parts
             ]
         )
         self._open_writes[order.store_id] = order, write
-
-    def _row(self, record: int) -> npt.NDArray[np.uint8]:
-        row: npt.NDArray[np.uint8] = self._records[record].reshape(-1)
-        return row
 
     def poll(self) -> None:
         """Take note of what has ended, and give up on what hangs."""

@@ -113,11 +113,11 @@ class StoredBlocks:
     def places(self, block_hashes: Sequence[bytes]) -> list[Place] | None:
         """Where these lie, for a load of them; None if one has gone meanwhile. They count as used,
         here and for all who share the store."""
-        found = list(map(self._catalog.finder, block_hashes))
-        if None in found:
+        found = [place for place in map(self._catalog.finder, block_hashes) if place is not None]
+        if len(found) < len(block_hashes):
             return None
         self.use(block_hashes)
-        return [place for place in found if place is not None]
+        return found
 
     def avoid(self, block_hash: bytes) -> None:
         """The block could not be read, or not in time: do without it for a while."""

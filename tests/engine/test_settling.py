@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 from connected import prompt_of, scripted_sides
@@ -13,7 +14,7 @@ from interlace.connectors.conformance.script import Script
 from interlace.connectors.conformance.scripted import ScriptedConnector
 from interlace.engine.errors import ConnectorError
 from interlace.engine.kv_connector import KVConnectorOutput
-from interlace.engine.request import RequestStatus
+from interlace.engine.request import Request, RequestStatus
 
 
 def test_until_it_is_settled_a_step_counts_as_in_flight() -> None:
@@ -83,3 +84,36 @@ async def test_who_has_the_last_delta_may_reset_the_cache() -> None:
         await it.engine.complete([1, 2, 3, 4, 5])
         assert it.engine.reset_prefix_cache()
         assert it.engine.snapshot().idle
+
+
+class _Corrects(ScriptedConnector):
+    """What it says at a request's end is changed by what is reported with the same step."""
+
+    params: dict[str, Any]
+
+    def request_finished(
+        self, request: Request, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        super().request_finished(request, block_ids)
+        self.params = {"stored": True}
+        return False, self.params
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        self.params["stored"] = False
+
+
+@pytest.mark.parametrize("by_text", [False, True])
+def test_what_is_said_to_a_caller_waits_for_the_reports(by_text: bool) -> None:
+    """Whether the token ends the request, or a stop string in the text that it makes."""
+    sides = scripted_sides(Script(), kind=_Corrects)
+    stepper = Stepper(make_scheduler(connector=sides[0]), sides[1])
+    request = stepper.add(prompt_of(9), max_tokens=5 if by_text else 1)
+    output = launched(stepper)
+    result = dataclasses.replace(
+        stepper.runner.execute(output), kv_connector_output=KVConnectorOutput()
+    )
+    stepper.scheduler.take_tokens(output, result)
+    if by_text:
+        stepper.scheduler.finish_request(request, RequestStatus.FINISHED_STOPPED)
+    assert request.response_kv_transfer_params == {"stored": False}
+    assert stepper.scheduler.num_inflight_steps == 0

@@ -259,15 +259,22 @@ class TestRecency:
     def test_its_order(self) -> None:
         order = Recency(5)
         for number in (3, 1):
-            order.add_newest(number)
-        order.add_older(4, than=1)
-        order.add_older(0, than=3)
+            order.add_run([number])
+        order.add_run([4], than=1)
+        order.add_run([0], than=3)
         assert list(order) == [0, 3, 4, 1]
         assert len(order) == 4
         assert [number in order for number in (2, 4)] == [False, True]
         order.remove(3)
         order.remove(1)
         assert list(order) == [0, 4]
+        order.add_run([1, 3], than=0)
+        assert list(order) == [3, 1, 0, 4]
+        order.add_run([])
+        order.remove(3)
+        order.add_run([2, 3])
+        assert list(order) == [1, 0, 4, 3, 2]
+        assert len(order) == 5
 
 
 def test_runs_are_neighbours_on_both_sides() -> None:
