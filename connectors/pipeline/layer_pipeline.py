@@ -444,14 +444,14 @@ class LayerPipeline:
         leaves_it = self.is_advanced and not self._was_kept_back
         self._poll(visit, may_feed=visit is not Visit.BEHIND_FORWARD or not leaves_it)
 
-    def advance(self) -> bool:
+    def advance(self, visit: Visit = Visit.WAITING) -> bool:
         """Move it on a little, while the device computes and this thread waits for it; whether
         there is more to feed, and the step does not wait for a load of its own. Never waits."""
         self.is_advanced = True
         self._was_kept_back = not (self._is_quiet or self._may_feed)
         if self._is_quiet or self._was_kept_back:
             return False
-        self._poll(Visit.WAITING, may_feed=True)
+        self._poll(visit, may_feed=True)
         return self._bulk.has_more or self._store.has_more
 
     @property

@@ -364,7 +364,9 @@ class PipelineWorker:
         if self._opened is None:
             return False
         self._poll_fetches()
-        has_more = self._opened.pipeline.advance()
+        has_more = self._opened.pipeline.advance(
+            Visit.WAITING if self._has_forward else Visit.IDLE  # nothing is held up then
+        )
         if not self._has_forward and self._bulk_loads:
             return not any(one.is_done for one in self._bulk_loads)
         return has_more or any(one.has_waiting for one in self._bulk_loads)

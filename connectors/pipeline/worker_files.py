@@ -50,8 +50,11 @@ if TYPE_CHECKING:
     import torch
 
 _MOST_READ_LANES, _LEAST_READ_LANES = 16, 4
-"""On the host of an NVIDIA H200, of 16 cores, sixteen threads read 38 GB/s from the page cache, 32
-read 30, twelve 28, eight 25, and one 4."""
+"""On the host of an NVIDIA H200, of 16 cores, sixteen threads read 38 to 44 GB/s from the page
+cache, 32 read 30, fourteen 35 to 42, twelve 32 to 40, eight 25 to 32, and one 4."""
+_CORES_LEFT = 2
+"""For the event loop and the device thread. With a lane on each core they got none for up to 5 ms
+at a time, and with two left for 1.4 at most."""
 _BACKWARD_WORK_BYTES = 4 << 20
 """Of one work, where files are too slow to wait for: all lanes share the disk, so what they have
 begun ends at about the same time, and who computes towards it has to wait for the last ones first.
@@ -64,8 +67,8 @@ _SHARE_OF_MEMORY = 4
 
 def num_read_lanes() -> int:
     """Threads that read, on this machine."""
-    num_cores = os.cpu_count() or 1
-    return min(_MOST_READ_LANES, max(_LEAST_READ_LANES, num_cores))
+    num_cores = len(os.sched_getaffinity(0))
+    return min(_MOST_READ_LANES, max(_LEAST_READ_LANES, num_cores - _CORES_LEFT))
 
 
 def without_records(runs: Iterable[RecordRun], records: Container[int]) -> tuple[RecordRun, ...]:

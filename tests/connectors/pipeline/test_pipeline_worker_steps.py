@@ -417,3 +417,29 @@ def test_as_much_of_a_load_from_the_back_is_queued_as_its_step_lasts() -> None:
     kit.worker.start(kit.metadata(num_tokens=4))
     assert transfer.window_bytes == 8 * PAGE_BYTES, "the pipeline's own, at least"
     lanes.drain()
+
+
+def test_where_nothing_computes_it_goes_on_until_a_load_has_ended() -> None:
+    """Who asks stays with an empty step as long as the answer is True, and then asks for news."""
+    lanes = VirtualLanes(0, "lazy", polls_per_work=1_000_000)
+    kit = Kit(lanes)
+    kit.keep(0, 3.0)
+    loads = tuple(Load(i, str(i), run(i, 5 + i), is_async=True) for i in range(2))
+    kit.worker.start(kit.metadata(loads=loads))
+    assert kit.reports()[1] == set()
+    assert kit.worker.advance(), "nothing is to be fed, and nothing has ended"
+    lanes.drain()
+    assert not kit.worker.advance()
+    kit.worker.start(kit.metadata())
+    assert kit.reports()[1] == {"0", "1"}
+    assert kit.holds(5, 3.0)
+    assert not kit.worker.advance(), "there is none"
+
+
+def test_beside_a_step_that_computes_nobody_waits_for_the_end_of_a_load() -> None:
+    lanes = VirtualLanes(0, "lazy", polls_per_work=1_000_000)
+    kit = Kit(lanes)
+    load = Load(0, "a", run(0, 5), is_async=True)
+    kit.step(loads=(load,), num_tokens=1)
+    assert not kit.worker.advance(), "all is queued"
+    lanes.drain()
