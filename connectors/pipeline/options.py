@@ -118,6 +118,8 @@ class PipelineOptions(Options):
         )
         if kv_cache_config is not None:
             options._check_fit(kv_cache_config)
+        if not config.is_kv_consumer:  # it loads nothing: nothing need be registered for that
+            options = dataclasses.replace(options, registered_bytes=0)
         return options
 
     def _check_fit(self, kv_cache_config: KVCacheConfig) -> None:

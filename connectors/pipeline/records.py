@@ -19,6 +19,7 @@ import torch
 
 from interlace.connectors.pipeline.host_room import container_room
 from interlace.engine.errors import ConfigError
+from interlace.layers.cuda_host_memory import CudaHostMemory
 from interlace.layers.hardware import host
 from interlace.layers.hardware.copies import host_copy_speed
 from interlace.layers.hardware.fact import Unknown
@@ -65,7 +66,7 @@ class HostRecords:
             memory = mmap.mmap(-1, num_bytes)
         except OSError as error:
             raise ConfigError(f"{_too_much(num_bytes)} The system says: {error}.") from error
-        registered = _register(memory, num_bytes) if device.type == "cuda" else None
+        registered = _register(memory, num_bytes, device) if device.type == "cuda" else None
         tensor = torch.frombuffer(memory, dtype=torch.uint8).view(num_records, *record_shape)
         return cls(tensor, device, registered)
 
@@ -91,9 +92,9 @@ class HostRecords:
         if address is None:
             return
         torch.cuda.synchronize(self._device)
-        code = torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
-        if int(code) != 0:
-            logger.warning("CUDA did not unregister host memory: error %d", int(code))
+        code = CudaHostMemory(self._device).unregister(address)
+        if code != 0:
+            logger.warning("CUDA did not unregister host memory: error %d", code)
 
 
 def _check_available(num_bytes: int) -> None:
@@ -115,20 +116,18 @@ def _too_much(num_bytes: int) -> str:
     )
 
 
-def _register(memory: mmap.mmap, num_bytes: int) -> int:
+def _register(memory: mmap.mmap, num_bytes: int, device: torch.device) -> int:
     """Touch all of it, so that its pages exist, and register it; its address."""
     array = np.frombuffer(memory, np.uint8)
     pages = array[:: mmap.PAGESIZE]
     with concurrent.futures.ThreadPoolExecutor(_TOUCHING_THREADS, "interlace-touch") as pool:
         list(pool.map(lambda part: part.fill(0), np.array_split(pages, _TOUCHING_THREADS)))
     address = int(array.ctypes.data)
-    cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    code = cudart.cudaHostRegister(address, num_bytes, 0)
-    if int(code) != 0:
+    code = CudaHostMemory(device).register(address, num_bytes)
+    if code != 0:
         raise ConfigError(
-            f"CUDA did not register {num_bytes / 2**30:.1f} GiB of host memory (error {int(code)}):"
-            " give the connector less by host_bytes, or raise the limit of locked memory"
-            " (ulimit -l)."
+            f"CUDA did not register {num_bytes / 2**30:.1f} GiB of host memory (error {code}): give"
+            " the connector less by host_bytes, or raise the limit of locked memory (ulimit -l)."
         )
     return address
 

@@ -163,9 +163,9 @@ class Scout:
         if name not in self._sealed:
             try:
                 with Slab.open(self._folder / name) as slab:
-                    entries = slab.look()
-                    if not slab.is_sealed:
+                    if slab.is_being_written:
                         return None
+                    entries = slab.look()
                     self._sealed[name] = self._usable(
                         slab, max((e.record for e in entries), default=-1) + 1
                     )

@@ -113,7 +113,7 @@ class Slab:
         if self.is_sealed or self._is_closed or self._is_parked:
             return []
         # Asked first: what is added in between is seen by this look, or by a later one.
-        is_sealed = not self._is_being_written()
+        is_sealed = not self.is_being_written
         entries: list[Entry] = []
         num_seen = self._num_seen
         while left := self.header.shape.num_records - num_seen:
@@ -134,8 +134,9 @@ class Slab:
         whole = bytes(data[: length // ENTRY_BYTES * ENTRY_BYTES])
         return parse_entries(whole, first_record, is_sealed=is_sealed)
 
-    def _is_being_written(self) -> bool:
-        """Whether its writer lives: it holds a lock on the file."""
+    @property
+    def is_being_written(self) -> bool:
+        """Whether its writer lives: it holds a lock on the file. Raises: `OSError`."""
         try:
             fcntl.flock(self._fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -70,6 +70,15 @@ async def test_a_restarted_engine_loads_from_where_things_lie(
         assert counts["blocks_loaded_from_files"] == 20
 
 
+async def test_who_loads_nothing_registers_nothing(tmp_path: Path, memory: StrictMemory) -> None:
+    folder = tmp_path / "kv"
+    await stored(folder)
+    async with engine_of(folder, kv_role="kv_producer") as engine:
+        assert num_external(await ask(engine, PROMPT, 2)) == 0
+        assert not mapped_in(engine)
+    assert memory.num_registered == 0
+
+
 @pytest.mark.parametrize("policy", ["fail", "recompute"])
 @pytest.mark.parametrize("load_mode", ["bulk", "layerwise", "hybrid"])
 @pytest.mark.parametrize("seed", range(3))

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from interlace.connectors.pipeline import records
 from interlace.connectors.pipeline.records import HostRecords
 from interlace.engine.errors import ConfigError
 from interlace.layers.hardware.host import Memory
@@ -52,40 +53,39 @@ def test_it_measures_a_rate() -> None:
     assert HostRecords.allocate(1000, (3, 32), CPU).measure_load_rate() > 1e8
 
 
-class Cudart:
-    """CUDA's runtime as torch shows it."""
+class Driver:
+    """A `HostMemory` that answers with one code, and notes who asked what."""
 
     def __init__(self, code: int) -> None:
         self.code = code
         self.calls: list[tuple[Any, ...]] = []
 
-    def cudaHostRegister(self, *args: int) -> int:  # noqa: N802
-        self.calls.append(("register", *args))
+    def register(self, address: int, num_bytes: int, *, read_only: bool = False) -> int:
+        self.calls.append(("register", address, num_bytes, read_only))
         return self.code
 
-    def cudaHostUnregister(self, *args: int) -> int:  # noqa: N802
-        self.calls.append(("unregister", *args))
+    def unregister(self, address: int) -> int:
+        self.calls.append(("unregister", address))
         return self.code
 
 
-def with_cuda(monkeypatch: pytest.MonkeyPatch, code: int) -> Cudart:
-    cudart = Cudart(code)
-    waited = types.SimpleNamespace(
-        cudart=lambda: cudart, synchronize=lambda device: cudart.calls.append(("wait",))
-    )
+def with_cuda(monkeypatch: pytest.MonkeyPatch, code: int) -> Driver:
+    driver = Driver(code)
+    waited = types.SimpleNamespace(synchronize=lambda device: driver.calls.append(("wait",)))
     monkeypatch.setattr("torch.cuda", waited)
-    return cudart
+    monkeypatch.setattr(records, "CudaHostMemory", lambda device: driver)
+    return driver
 
 
 def test_beside_a_gpu_it_is_registered_until_it_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    cudart = with_cuda(monkeypatch, 0)
+    driver = with_cuda(monkeypatch, 0)
     made = HostRecords.allocate(1 << 20, (4, 1 << 10), torch.device("cuda"))
     address = made.tensor.data_ptr()
-    assert cudart.calls == [("register", address, 1 << 20, 0)]
+    assert driver.calls == [("register", address, 1 << 20, False)]
     assert not made.tensor.any()
     made.close()
     made.close()
-    assert cudart.calls[1:] == [("wait",), ("unregister", address)]
+    assert driver.calls[1:] == [("wait",), ("unregister", address)]
 
 
 def test_what_cuda_does_not_register_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
