@@ -68,6 +68,7 @@ from interlace.connectors.pipeline.options import PipelineOptions
 from interlace.connectors.pipeline.sched_stats import PipelineStats
 from interlace.connectors.pipeline.scheduler import PipelineScheduler, SchedulerSettings
 from interlace.connectors.slab_store.catalog import Catalog
+from interlace.connectors.slab_store.faults import FAULT_KINDS
 from interlace.connectors.slab_store.lookup import StoredBlocks
 from interlace.connectors.slab_store.space import Space
 from interlace.engine.config import EngineConfig
@@ -182,6 +183,18 @@ class PipelineConnector(KVConnectorBase_V1):
         metadata = self._get_connector_metadata()
         assert isinstance(metadata, PipelineMetadata)
         return metadata
+
+    # ---------------------------------------------------------------- for `interlace check`
+
+    @property
+    def store_fault_kinds(self) -> tuple[str, ...]:  # type: ignore[override]
+        """Those of files, if nothing else holds blocks: memory would serve what they have lost."""
+        only_files = self.options.has_files and not self.options.keeps_in_memory
+        return FAULT_KINDS if only_files else ()
+
+    def inject_store_fault(self, kind: str, block_hash: bytes) -> set[bytes]:
+        """See the base class: damage the block in all files. Raises: `OSError`."""
+        return self._worker.damage_stored(kind, block_hash)
 
     # ---------------------------------------------------------------- scheduler side
 

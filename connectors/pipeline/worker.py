@@ -505,6 +505,11 @@ class PipelineWorker:
         self._step_loads = under_way
         return tuple(samples)
 
+    def damage_stored(self, kind: str, block_hash: bytes) -> set[bytes]:
+        """For `interlace check`: see `KVConnectorBase_V1.inject_store_fault`. Raises: `OSError`."""
+        files = self._open.files
+        return set() if files is None else files.damage(kind, block_hash)
+
     def close(self) -> None:
         """Give up what has not begun, wait for what has, and let go of the records. May be
         repeated."""

@@ -33,6 +33,7 @@ from interlace.connectors.pipeline.worker_maps import (
 )
 from interlace.connectors.slab_store.checksum import COLUMNS, factors
 from interlace.connectors.slab_store.directory import Limits, SlabDirectory
+from interlace.connectors.slab_store.faults import damage
 from interlace.connectors.slab_store.layout import DamagedSlabError
 from interlace.connectors.slab_store.mapping import Scout
 from interlace.connectors.slab_store.read_queue import Read
@@ -161,10 +162,11 @@ class FileWork:
                 f"the KV store cannot use {options.path} ({error.strerror or error}): give it a"
                 " directory that can be written to."
             ) from error
+        self._folder = directory.root / space.folder_name
         self._rows = records.reshape(len(records), -1)
         self._clock = clock
         self._reads = Reads(
-            KnownSlabs(directory.root / space.folder_name),
+            KnownSlabs(self._folder),
             lanes,
             num_lanes=num_read_lanes(),
             deadline_s=options.read_deadline_s,
@@ -263,6 +265,10 @@ class FileWork:
     def is_storing(self) -> bool:
         """Whether an order has not been taken as ended."""
         return bool(self._open_writes)
+
+    def damage(self, kind: str, block_hash: bytes) -> set[bytes]:
+        """See `faults.damage`."""
+        return damage(self._folder, kind, block_hash)
 
     def close(self, timeout_s: float) -> bool:
         """Write what waits, read nothing more; False if that takes longer than `timeout_s`, each:
