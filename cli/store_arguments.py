@@ -31,6 +31,15 @@ AsJson: TypeAlias = Annotated[bool, typer.Option("--json", help="Print one JSON 
 Limit: TypeAlias = Annotated[
     int, typer.Option("--limit", min=1, help="Show at most so many, the most recently used ones.")
 ]
+WordsOf: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        "--tokenizer",
+        metavar="MODEL",
+        help="Show first words by the tokenizer of this model: the default one, a GGUF file or a"
+        " folder. Default: of the model that engines named, if it lies there.",
+    ),
+]
 Drop: TypeAlias = Annotated[
     bool, typer.Option("--drop", help="Remove slabs that hold bad records, with their good ones.")
 ]

@@ -14,6 +14,7 @@ from interlace.cli.screen import harmless, is_terminal
 from interlace.cli.store_arguments import SECONDS
 
 if TYPE_CHECKING:
+    from interlace.cli.store_words import Words
     from interlace.connectors.slab_store.inspection.reports import (
         Collected,
         FileReport,
@@ -25,6 +26,18 @@ if TYPE_CHECKING:
     )
 
 HASH_DIGITS = 12
+_HEADS = (
+    "HASH",
+    "TOKENS",
+    "CHAINS",
+    "BLOCKS",
+    "BYTES",
+    "AGE",
+    "USED",
+    "HITS",
+    "BLOCK",
+    "DTYPE",
+)
 _UNITS = (("TB", 10**12), ("GB", 10**9), ("MB", 10**6), ("kB", 10**3))
 _BAD, _UNREAD, _REMOVED = "bad", "unread", "removed"
 
@@ -51,7 +64,7 @@ def print_json(**fields: Any) -> None:
     typer.echo(json.dumps(fields, indent=2, default=dataclasses.asdict))
 
 
-def report_fields(report: Collected | Listing) -> dict[str, Any]:
+def report_fields(report: Collected) -> dict[str, Any]:
     """Of a report, for `print_json`."""
     return dataclasses.asdict(report)
 
@@ -102,16 +115,27 @@ def _columns(rows: Sequence[Sequence[str]]) -> Iterator[str]:
         yield "  ".join([*cells, row[-1]])
 
 
-def listing_lines(listing: Listing, now_ns: int) -> Iterator[str]:
+def listing_fields(listing: Listing, words: Words) -> dict[str, Any]:
+    """`ls`, for `print_json`: with the words that prefixes begin with, None where they cannot be
+    told."""
+    prefixes = [
+        {**dataclasses.asdict(one), "first_words": words.of(one)} for one in listing.prefixes
+    ]
+    return {**dataclasses.asdict(listing), "prefixes": prefixes}
+
+
+def listing_lines(listing: Listing, now_ns: int, words: Words) -> Iterator[str]:
     """`ls`: a table of the prefixes that are listed, and what it does not show."""
     shown = listing.prefixes
-    heads = ("HASH", "TOKENS", "CHAINS", "BLOCKS", "BYTES", "AGE", "USED", "BLOCK", "DTYPE")
     with_rank = any(one.world_size > 1 for one in shown)
-    rank_head = ("RANK",) if with_rank else ()
-    rows = [(*heads, *rank_head, "MODEL")]
-    for one in shown:
+    begins = [words.of(one) for one in shown]
+    with_words = any(begins)
+    rank_head, words_head = ("RANK",) if with_rank else (), ("BEGINS",) if with_words else ()
+    rows = [(*_HEADS, *rank_head, "MODEL", *words_head)]
+    for one, text in zip(shown, begins, strict=True):
         rank = (f"{one.rank}/{one.world_size}",) if with_rank else ()
-        rows.append((*_prefix_cells(one, now_ns), *rank, ", ".join(one.model_names)))
+        last = (text or "-",) if with_words else ()
+        rows.append((*_prefix_cells(one, now_ns), *rank, ", ".join(one.model_names), *last))
     if shown:
         yield from _columns(rows)
     num_more = listing.num_prefixes - len(shown)
@@ -135,6 +159,7 @@ def _prefix_cells(one: Prefix, now_ns: int) -> tuple[str, ...]:
         size_text(one.num_bytes),
         age_text(one.saved_ns, now_ns),
         age_text(one.used_ns, now_ns),
+        str(one.num_hits),
         str(one.block_size),
         one.dtype,
     )
@@ -150,6 +175,7 @@ def statistics_lines(one: Statistics, now_ns: int) -> Iterator[str]:
         ("records", f"{one.num_records}, {one.num_free_records} free in slabs that are written to"),
         ("bytes of files", _held_text(one)),
         ("bytes of records", size_text(one.record_bytes)),
+        ("hits", count(one.num_hits, "load")),
     ]
     if one.oldest_ns is not None and one.newest_ns is not None:
         oldest, newest = age_text(one.oldest_ns, now_ns), age_text(one.newest_ns, now_ns)

@@ -41,6 +41,8 @@ class StorePart(NamedTuple):
     record: int
     block_hash: bytes
     parent_hash: bytes | None
+    first_tokens: tuple[int, ...] = ()
+    """What the prompt begins with, of a block without a parent: for people who look at a store."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

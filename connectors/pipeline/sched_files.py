@@ -10,6 +10,7 @@ saved when it is found in its file, or is not written. Until then it is found in
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 
 from interlace.connectors.pipeline.host_index import HostIndex
@@ -36,6 +37,8 @@ _SHARE_OF_RECORDS = 4
 """No more than this part of all records waits to be written, and no load fetches more."""
 _LONGEST_ORDER = 64
 """Blocks of one order."""
+_MOST_PROMPTS = 4096
+"""Whose first tokens are remembered until they are written."""
 
 
 class FileTier(MemoryTier):
@@ -66,6 +69,8 @@ class FileTier(MemoryTier):
         """Records of these; a block has one, and is written once."""
         self._leaving: set[bytes] = set()
         """Blocks that were written, and stay in memory until they are found in their file."""
+        self._first_tokens: OrderedDict[bytes, tuple[int, ...]] = OrderedDict()
+        """Of prompts, by their first block's hash: for people who look at the files."""
         self._last_store_id = 0
 
     def __contains__(self, block_hash: bytes) -> bool:
@@ -197,7 +202,18 @@ class FileTier(MemoryTier):
             stored_in, hashes = zip(*run, strict=True)
             self._index.store(stored_in, hashes, parents.get(hashes[0]))
 
+    def note_load(self, first_hash: bytes) -> None:
+        """See `MemoryTier`."""
+        self._stored.note_load(first_hash)
+
     # ---------------------------------------------------------------- stores
+
+    def note_prompt(self, first_hash: bytes, first_tokens: tuple[int, ...]) -> None:
+        """See `MemoryTier`."""
+        if first_hash not in self._first_tokens:
+            self._first_tokens[first_hash] = first_tokens
+            if len(self._first_tokens) > _MOST_PROMPTS:
+                self._first_tokens.popitem(last=False)
 
     def offer(self, block_hashes: Sequence[bytes], parent_hash: bytes | None) -> None:
         """See `MemoryTier`."""
@@ -206,7 +222,8 @@ class FileTier(MemoryTier):
             record = self._index.find(block_hash)
             if record is not None and self._stored.wants(block_hash):
                 if len(self._being_written) + len(parts) < self._most_open:
-                    parts.append(StorePart(record, block_hash, parent_hash))
+                    tokens = self._first_tokens.get(block_hash, ()) if parent_hash is None else ()
+                    parts.append(StorePart(record, block_hash, parent_hash, tokens))
                 else:
                     self._counter.add("stores_dropped", 1)
             parent_hash = block_hash

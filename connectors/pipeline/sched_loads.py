@@ -196,6 +196,7 @@ class OpenLoads:
                 opened.fetched, report.unfetched, report.damaged, parents, report.unneeded
             )
             self._tier.settle_mapped(opened.mapped, report.damaged)
+            self._tier.note_load(opened.prefix[0])
         self._index.touch(opened.prefix)
         num_failed = len(opened.failed)
         self._counter.add("blocks_loaded", max(0, opened.num_blocks - num_failed))

@@ -100,7 +100,13 @@ class MemoryTier:
     def settle_mapped(self, mapped: Sequence[Found], damaged: Container[int]) -> None:
         """A load from these has ended."""
 
+    def note_load(self, first_hash: bytes) -> None:
+        """A prompt that begins with this block was loaded, from files or partly so."""
+
     # ---------------------------------------------------------------- stores
+
+    def note_prompt(self, first_hash: bytes, first_tokens: tuple[int, ...]) -> None:
+        """What the prompts that begin with this block begin with."""
 
     def offer(self, block_hashes: Sequence[bytes], parent_hash: bytes | None) -> None:
         """These blocks, neighbours behind `parent_hash`, were put into memory, or used there: write

@@ -36,6 +36,7 @@ from interlace.connectors.pipeline.sched_samples import TimedSteps
 from interlace.connectors.pipeline.sched_split import PlannedStep, Split, stop_of_step
 from interlace.connectors.pipeline.sched_stats import Counter, PipelineStats
 from interlace.connectors.pipeline.sched_tier import NOTHING_AT_HAND, Found, MemoryTier, Stored
+from interlace.connectors.slab_store.layout import MOST_TOKENS
 from interlace.connectors.slab_store.lookup import StoredBlocks
 from interlace.connectors.step_tables import computed_before, follow_blocks
 from interlace.engine.kv_connector import KVCacheBlocks, KVConnectorOutput
@@ -210,6 +211,9 @@ class PipelineScheduler:
         if tracked is None:
             tracked = Tracked(request, skips_save=has_flag(request, SKIP_SAVE))
             self._requests[request.request_id] = tracked
+            if request.block_hashes:
+                first_tokens = request.prompt_token_ids[:MOST_TOKENS]
+                self._tier.note_prompt(request.block_hashes[0], first_tokens)
         tracked.block_ids = block_ids
         tracked.num_settled = 0
         self._splits.pop(request.request_id, None)

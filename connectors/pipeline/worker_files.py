@@ -235,7 +235,13 @@ class FileWork:
         """Begin to write these, or drop them if too much waits already."""
         write = self._writes.write(
             [
-                NewRecord(part.block_hash, part.parent_hash, self._rows[part.record], order.made_ns)
+                NewRecord(
+                    part.block_hash,
+                    part.parent_hash,
+                    self._rows[part.record],
+                    order.made_ns,
+                    part.first_tokens,
+                )
                 for part in order.parts
             ]
         )

@@ -6,17 +6,23 @@ thread, the event loop included: they read dictionaries, and touch no file.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from interlace.connectors.slab_store import hits
 from interlace.connectors.slab_store.layout import DamagedSlabError, Entry
 from interlace.connectors.slab_store.slab import SUFFIX, Slab
 from interlace.connectors.slab_store.space import Space
 
 logger = logging.getLogger(__name__)
+
+_MOST_LOADS = 4096
+"""Are noted between two looks."""
 
 
 class Place(NamedTuple):
@@ -48,6 +54,8 @@ class Catalog:
         """(slab, record) that turned out damaged."""
         self._used_lock = threading.Lock()  # never held for long: the event loop takes it
         self._used: set[Slab] = set()
+        self._loads: deque[bytes] = deque(maxlen=_MOST_LOADS)
+        """Since the last look."""
 
     # ---------------------------------------------------------------- questions, on any thread
 
@@ -81,6 +89,11 @@ class Catalog:
         slabs = {place.slab for place in map(self._places.get, block_hashes) if place}
         with self._used_lock:
             self._used |= slabs
+
+    def note_load(self, first_hash: bytes) -> None:
+        """A prompt that begins with this block was loaded: the next look writes that down."""
+        with self._used_lock:
+            self._loads.append(first_hash)
 
     def forget(self, block_hash: bytes, place: Place) -> None:
         """What lies there is damaged: it is not found again, also not by a later look. The block
@@ -132,6 +145,15 @@ class Catalog:
             used, self._used = self._used, set()
         for slab in used:
             slab.touch()
+        self._write_loads()
+
+    def _write_loads(self) -> None:
+        """For people who look at the store; nothing depends on it."""
+        with self._used_lock:
+            loads = list(self._loads)
+            self._loads.clear()
+        with contextlib.suppress(OSError):  # a store that may be read only, for instance
+            hits.note(self._folder, loads)
 
     def _names(self) -> set[str]:
         try:
@@ -227,6 +249,7 @@ class Catalog:
 
     def close(self) -> None:
         """Find nothing more, and let go of the files. May be repeated."""
+        self._write_loads()
         for name in list(self._slabs):
             self._drop(name)
 

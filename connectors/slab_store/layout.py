@@ -10,9 +10,10 @@ All numbers are little endian.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -34,16 +35,19 @@ _ENTRY = np.dtype(
     [
         ("mark", "S8"),
         ("record", "<u4"),
-        ("reserved", "<u4"),
+        ("num_tokens", "<u4"),
         ("block_hash", "V32"),
         ("parent_hash", "V32"),
         ("checksum", "<u8"),
         ("saved_ns", "<u8"),
-        ("unused", "V24"),
+        ("tokens", "u1", (8, 3)),
         ("digest", "<u8"),
     ]
 )
 ENTRY_BYTES = _ENTRY.itemsize
+MOST_TOKENS, _MOST_TOKEN_ID = 8, 2**24 - 1
+"""Of a block that an entry tells, for people who look at a store."""
+_NUM_TOKENS_AT, _TOKENS_AT = (_ENTRY.fields[name][1] for name in ("num_tokens", "tokens"))  # type: ignore[index]
 _DIGESTED = ENTRY_BYTES - 8
 
 
@@ -160,6 +164,9 @@ class Entry(NamedTuple):
     checksum: int
     saved_ns: int
     """Since the epoch."""
+    first_tokens: tuple[int, ...] = ()
+    """`MOST_TOKENS` at most: what the prompt begins with, of a block without a parent, if that was
+    told, and asked for."""
 
 
 def pack_entries(entries: list[Entry]) -> bytes:
@@ -172,8 +179,24 @@ def pack_entries(entries: list[Entry]) -> bytes:
         row["record"], row["checksum"] = entry.record, entry.checksum
         row["saved_ns"] = entry.saved_ns
         row["block_hash"], row["parent_hash"] = entry.block_hash, entry.parent_hash
+        _pack_tokens(row, entry.first_tokens)
         row["digest"] = xxhash.xxh3_64_intdigest(row.tobytes()[:_DIGESTED])
     return packed.tobytes()
+
+
+def _pack_tokens(row: np.void, token_ids: Sequence[int]) -> None:
+    """Up to the first that takes more than three bytes."""
+    told = list(itertools.takewhile(_MOST_TOKEN_ID.__ge__, token_ids[:MOST_TOKENS]))
+    row["num_tokens"] = len(told)
+    for place, token_id in enumerate(told):
+        row["tokens"][place] = list(token_id.to_bytes(3, "little"))
+
+
+def _tokens_of(raw: bytes) -> tuple[int, ...]:
+    """Of a whole entry."""
+    count = min(MOST_TOKENS, int.from_bytes(raw[_NUM_TOKENS_AT : _NUM_TOKENS_AT + 4], "little"))
+    parts = (raw[_TOKENS_AT + 3 * i : _TOKENS_AT + 3 * i + 3] for i in range(count))
+    return tuple(int.from_bytes(part, "little") for part in parts)
 
 
 class Parsed(NamedTuple):
@@ -184,8 +207,11 @@ class Parsed(NamedTuple):
     """Places at the beginning that need no further look."""
 
 
-def parse_entries(data: bytes, first_record: int, *, is_sealed: bool) -> Parsed:
-    """The entries in `data`, whole places from that of `first_record` on.
+def parse_entries(
+    data: bytes, first_record: int, *, is_sealed: bool, with_tokens: bool = False
+) -> Parsed:
+    """The entries in `data`, whole places from that of `first_record` on; `with_tokens`: with what
+    they tell of first tokens.
 
     Of a sealed slab all places are looked at, and what is damaged is passed over. Of another one
     the first place that is empty or damaged ends it: that entry may be under way.
@@ -197,7 +223,8 @@ def parse_entries(data: bytes, first_record: int, *, is_sealed: bool) -> Parsed:
         raw = data[place * ENTRY_BYTES : (place + 1) * ENTRY_BYTES]
         is_whole = mark == _MARK and xxhash.xxh3_64_intdigest(raw[:_DIGESTED]) == digest
         if is_whole and record == first_record + place:
-            entries.append(Entry(record, raw[16:48], raw[48:80], checksum, saved_ns))
+            tokens = _tokens_of(raw) if with_tokens else ()
+            entries.append(Entry(record, raw[16:48], raw[48:80], checksum, saved_ns, tokens))
         elif not is_sealed:
             return Parsed(entries, place)
     return Parsed(entries, len(rows))

@@ -110,6 +110,10 @@ class StoredBlocks:
         """These are loaded: they count as used, here and for all who share the store."""
         self._catalog.use(block_hashes)
 
+    def note_load(self, first_hash: bytes) -> None:
+        """A prompt that begins with this block was loaded from files."""
+        self._catalog.note_load(first_hash)
+
     def places(self, block_hashes: Sequence[bytes]) -> list[Place] | None:
         """Where these lie, for a load of them; None if one has gone meanwhile. They count as used,
         here and for all who share the store."""

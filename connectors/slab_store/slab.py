@@ -108,8 +108,9 @@ class Slab:
             self._is_parked = True
             self._let_go()
 
-    def look(self) -> list[Entry]:
-        """The entries that have come since the last look. Raises: `OSError`; nothing is lost."""
+    def look(self, *, with_tokens: bool = False) -> list[Entry]:
+        """The entries that have come since the last look; `with_tokens`: with first tokens, see
+        `Entry`. Raises: `OSError`; nothing is lost."""
         if self.is_sealed or self._is_closed or self._is_parked:
             return []
         # Asked first: what is added in between is seen by this look, or by a later one.
@@ -118,7 +119,7 @@ class Slab:
         num_seen = self._num_seen
         while left := self.header.shape.num_records - num_seen:
             count = min(_LOOK_RECORDS, left)
-            parsed = self._parse(num_seen, count, is_sealed=is_sealed)
+            parsed = self._parse(num_seen, count, is_sealed=is_sealed, with_tokens=with_tokens)
             entries += parsed.entries
             num_seen += parsed.num_seen
             if parsed.num_seen < count:
@@ -126,13 +127,15 @@ class Slab:
         self._num_seen, self.is_sealed = num_seen, is_sealed
         return entries
 
-    def _parse(self, first_record: int, count: int, *, is_sealed: bool) -> Parsed:
+    def _parse(
+        self, first_record: int, count: int, *, is_sealed: bool, with_tokens: bool
+    ) -> Parsed:
         """This part of the index. Raises: `OSError`."""
         data = bytearray(count * ENTRY_BYTES)
         at = self.header.shape.entry_at(first_record)
         length = read_at(self._fd, memoryview(data), at)
         whole = bytes(data[: length // ENTRY_BYTES * ENTRY_BYTES])
-        return parse_entries(whole, first_record, is_sealed=is_sealed)
+        return parse_entries(whole, first_record, is_sealed=is_sealed, with_tokens=with_tokens)
 
     @property
     def is_being_written(self) -> bool:

@@ -40,6 +40,8 @@ class NewRecord(NamedTuple):
     """[record_bytes], contiguous."""
     saved_ns: int | None = None
     """When somebody decided to store it, since the epoch; None: when it is written."""
+    first_tokens: tuple[int, ...] = ()
+    """See `Entry`."""
 
 
 class SlabWriter:
@@ -106,7 +108,9 @@ class SlabWriter:
             write_at(self._fd, [one.data.reshape(-1).data], shape.record_at(place))
             parent = NO_PARENT if one.parent_hash is None else one.parent_hash
             saved_ns = self._now_ns() if one.saved_ns is None else one.saved_ns
-            entries.append(Entry(place, one.block_hash, parent, checksum(one.data), saved_ns))
+            entries.append(
+                Entry(place, one.block_hash, parent, checksum(one.data), saved_ns, one.first_tokens)
+            )
         write_at(self._fd, [memoryview(pack_entries(entries))], shape.entry_at(first))
         return entries
 

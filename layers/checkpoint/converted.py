@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 from interlace.layers.checkpoint.cache_folder import replacing
+from interlace.layers.checkpoint.description import DESCRIPTION, WEIGHTS
 
-WEIGHTS, DESCRIPTION = "weights.safetensors", "model.json"
 _ALIGNMENT = 64  # bytes, of the first tensor; a cache line
 
 
@@ -46,33 +46,6 @@ def write_converted(
     content = json.dumps({"weights": facts, "payload": payload}).encode()
     with replacing(folder / DESCRIPTION) as file:
         file.write(hashlib.sha256(content).hexdigest().encode() + b"\n" + content)
-
-
-def read_description(folder: Path) -> Mapping[str, Any] | None:
-    """The payload, or None if there is no conversion or it is damaged in any way."""
-    try:
-        digest, _, content = (folder / DESCRIPTION).read_bytes().partition(b"\n")
-        if hashlib.sha256(content).hexdigest().encode() != digest:
-            return None
-        described = json.loads(content)
-        weights = described["weights"]
-        if not _is_whole(folder / WEIGHTS, weights["num_bytes"], weights["header_sha256"]):
-            return None
-    except FileNotFoundError:
-        return None
-    payload: Mapping[str, Any] = described["payload"]
-    return payload
-
-
-def _is_whole(file: Path, num_bytes: int, header_sha256: str) -> bool:
-    if file.stat().st_size != num_bytes:
-        return False
-    with file.open("rb") as opened:
-        prefix = opened.read(8)
-        length = int.from_bytes(prefix, "little")
-        if length > num_bytes:
-            return False
-        return hashlib.sha256(prefix + opened.read(length)).hexdigest() == header_sha256
 
 
 def _header(shapes: Mapping[str, tuple[int, ...]]) -> bytes:

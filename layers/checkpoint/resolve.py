@@ -9,7 +9,8 @@ from pathlib import Path
 from interlace.engine.errors import ModelError
 from interlace.engine.ports import Progress
 from interlace.layers.checkpoint.checkpoint import Checkpoint
-from interlace.layers.checkpoint.default_model import DEFAULT_MODEL, open_default_model
+from interlace.layers.checkpoint.default_model import open_default_model
+from interlace.layers.checkpoint.description import DEFAULT_MODEL
 from interlace.layers.checkpoint.dummy import DUMMY_PREFIX, open_dummy
 from interlace.layers.checkpoint.gguf_model import open_gguf
 from interlace.layers.checkpoint.hf_folder import open_hf_folder

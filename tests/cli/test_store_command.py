@@ -8,7 +8,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +21,14 @@ from interlace.cli import store as store_module
 from interlace.cli.app import app
 from interlace.cli.store_arguments import parse_size
 from interlace.connectors.kv_folders.identity import KVIdentity
-from interlace.connectors.slab_store import files
+from interlace.connectors.slab_store import files, hits
 from interlace.connectors.slab_store import slab as slab_module
 from interlace.connectors.slab_store.directory import MARKER, Limits, SlabDirectory
 from interlace.connectors.slab_store.layout import SlabHeader, SlabShape
 from interlace.connectors.slab_store.slab_writer import NewRecord, SlabWriter
 from interlace.connectors.slab_store.space import Space
 from interlace.engine.errors import InterlaceError
+from interlace.layers.checkpoint import tokenizer_at_hand
 
 SRC = str(Path(__file__).resolve().parents[2] / "src")
 SECOND, MINUTE, HOUR, DAY = 1, 60, 3600, 86400
@@ -77,7 +78,12 @@ def write(root: Path, name: str, blocks: dict[int, int], space: Space, *ages_s: 
     data = np.zeros(TOY.record_bytes, np.uint8)
     writer.add(
         [
-            NewRecord(bytes([one]) * 32, bytes([parent]) * 32 if parent else None, data)
+            NewRecord(
+                bytes([one]) * 32,
+                bytes([parent]) * 32 if parent else None,
+                data,
+                first_tokens=() if parent else (7, 0, 3 + one),
+            )
             for one, parent in blocks.items()
         ]
     )
@@ -104,6 +110,7 @@ def store(empty: Path) -> Iterator[Path]:
     write(empty, "b", {4: 3, 20: 0, 31: 30}, TOY, 5 * HOUR, 3 * HOUR).close()
     write(empty, "c", {1: 0}, BIG, 90 * SECOND, 7 * SECOND).close()
     writer = write(empty, "d", {5: 4}, TOY, 10 * MINUTE, 5 * MINUTE)
+    hits.note(empty / TOY_FOLDER, [bytes([1]) * 32] * 3)
     leftover = empty / TOY_FOLDER / "e.slab.new"
     leftover.write_bytes(bytes(1500))
     age(leftover, 4 * HOUR)
@@ -117,22 +124,70 @@ def held(num_records: int) -> int:
 
 
 def names(root: Path) -> list[str]:
-    return sorted(path.name for path in root.glob("*/*"))
+    return sorted(path.name for path in root.glob("*/*.slab*"))
 
 
 # -------------------------------------------------------------------- ls
 
 LS = """\
-        HASH  TOKENS  CHAINS  BLOCKS   BYTES  AGE  USED  BLOCK     DTYPE  RANK  MODEL
-010101010101      16       1       1  1.4 kB  90s    7s     16  bfloat16   1/2  big^[[2J^Jmodel^I<U+202E>
-010101010101      64       2       5  7.0 kB   3d    5m     16   float32   0/1  toy
-141414141414      16       1       1  1.4 kB   5h    3h     16   float32   0/1  toy
+        HASH  TOKENS  CHAINS  BLOCKS   BYTES  AGE  USED  HITS  BLOCK     DTYPE  RANK  MODEL
+010101010101      16       1       1  1.4 kB  90s    7s     0     16  bfloat16   1/2  big^[[2J^Jmodel^I<U+202E>
+010101010101      64       2       5  7.0 kB   3d    5m     3     16   float32   0/1  toy
+141414141414      16       1       1  1.4 kB   5h    3h     0     16   float32   0/1  toy
 1 block beside these whose prefix has begun with blocks that are gone: found again once those are stored again
 """  # noqa: E501 - as it is printed
 
 
 def test_prefixes_are_listed(store: Path) -> None:
     assert run("ls", str(store)) == (0, LS, "")
+
+
+@pytest.fixture
+def words(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """A tokenizer of few words is that of the model "toy" alone; names that were asked for."""
+    asked: list[str] = []
+    texts = ["be", "have", "so", "me", "more", "less", "x\x1b[2J\n", " not", *map(str, range(30))]
+    whole = {text: number for number, text in enumerate(texts)}
+
+    class Few:
+        vocab_size = len(texts)
+
+        def decode(self, token_ids: Sequence[int]) -> str:
+            return "".join(list(whole)[one] for one in token_ids)
+
+    def at_hand(model: str) -> Few | None:
+        asked.append(model)
+        return Few() if model == "toy" else None
+
+    monkeypatch.setattr(tokenizer_at_hand, "tokenizer_at_hand", at_hand)
+    return asked
+
+
+def test_first_words_are_shown_where_a_tokenizer_is_at_hand(store: Path, words: list[str]) -> None:
+    code, out, _ = run("ls", str(store))
+    assert code == 0
+    lines = out.splitlines()
+    assert lines[0].endswith("  BEGINS")
+    assert [line.split("  ")[-1] for line in lines[1:4]] == ["-", "notbemore", "notbe15"]
+    assert sorted(words) == [BIG.model_name, "toy"], "each once"
+    found = said("ls", str(store))["prefixes"]
+    assert [one["first_words"] for one in found] == [None, "notbemore", "notbe15"]
+    assert found[1]["first_tokens"] == [7, 0, 4]
+
+
+def test_another_tokenizer_may_be_named(store: Path, words: list[str]) -> None:
+    found = said("ls", str(store), "--tokenizer", "toy")["prefixes"]
+    assert [one["first_words"] for one in found] == ["notbemore", "notbemore", "notbe15"]
+    assert words == ["toy"]
+    assert said("ls", str(store), "--tokenizer", "other")["prefixes"][1]["first_words"] is None
+
+
+def test_what_is_no_word_of_the_tokenizer_is_not_shown(empty: Path, words: list[str]) -> None:
+    """Of another model of that name, for instance; nor can words drive a terminal."""
+    write(empty, "a", {60: 0, 3: 0}, TOY, 10, 10).close()
+    found = said("ls", str(empty))["prefixes"]
+    assert {one["first_words"] for one in found} == {None, "notbex\x1b[2J"}
+    assert "\x1b" not in run("ls", str(empty))[1]
 
 
 def test_the_most_recently_used_are_listed(store: Path) -> None:
@@ -165,6 +220,9 @@ def test_prefixes_as_json(store: Path) -> None:
         "num_bytes": 7000,
         "saved_ns": NOW_NS - 3 * DAY * 10**9,
         "used_ns": NOW_NS - 5 * MINUTE * 10**9,
+        "num_hits": 3,
+        "first_tokens": [7, 0, 4],
+        "first_words": None,
     }
 
 
@@ -186,6 +244,7 @@ STAT_TOY = f"""\
   records             7, 3 free in slabs that are written to
   bytes of files      67.0 kB, 12.3 kB more reserved by writers
   bytes of records    9.8 kB
+  hits                3 loads
   oldest and newest   saved 3d and 10m ago
   leftovers           1, 1.5 kB: interlace store gc removes them
 """
@@ -196,6 +255,7 @@ STAT_BIG = f"""\
   records             1, 0 free in slabs that are written to
   bytes of files      16.4 kB
   bytes of records    1.4 kB
+  hits                0 loads
   oldest and newest   saved 90s and 90s ago
   left out            {BIG_FOLDER}/bad.slab: it has no header of a slab
 """
@@ -205,6 +265,7 @@ in all
   records             8, 3 free in slabs that are written to
   bytes of files      83.4 kB, 12.3 kB more reserved by writers
   bytes of records    11.2 kB
+  hits                3 loads
   oldest and newest   saved 3d and 90s ago
   leftovers           1, 1.5 kB: interlace store gc removes them
   left out            {BIG_FOLDER}/bad.slab: it has no header of a slab
@@ -237,6 +298,7 @@ def test_statistics_as_json(store: Path) -> None:
         "file_bytes": 2 * held(3) + 2 * held(1) + 1503,
         "reserved_bytes": SHAPE.file_bytes - held(1),
         "record_bytes": 11200,
+        "num_hits": 3,
         "num_free_records": 3,
         "oldest_ns": NOW_NS - 3 * DAY * 10**9,
         "newest_ns": NOW_NS - 90 * 10**9,
@@ -605,6 +667,7 @@ EMPTY = {
         "  records             0, 0 free in slabs that are written to\n"
         "  bytes of files      0 B\n"
         "  bytes of records    0 B\n"
+        "  hits                0 loads\n"
     ),
     "verify": "0 slabs, 0 records, 0 B read: none bad\n",
     "gc": "nothing was removed\n",
@@ -694,3 +757,13 @@ def test_no_torch_is_loaded(store: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_hits_are_forgotten_with_the_last_slab(store: Path) -> None:
+    log = store / TOY_FOLDER / hits.LOG
+    assert run("rm", str(store), "--prefix", "14" * 32, "--yes")[0] == 0
+    assert log.exists(), "other prefixes are left"
+    for path in (store / TOY_FOLDER).glob("d.slab"):
+        path.unlink()
+    assert run("rm", str(store), "--all", "--yes")[0] == 0
+    assert not log.exists()

@@ -316,7 +316,7 @@ def test_no_parents_whatever_they_are_lead_astray(parents: dict[int, int]) -> No
 
 
 def survey_of(slabs: Sequence[SlabContents]) -> Survey:
-    return Survey(folders=(), slabs=tuple(slabs), left_out=(), being_made=(), leftovers=())
+    return Survey(folders=(), hits={}, slabs=tuple(slabs), left_out=(), being_made=(), leftovers=())
 
 
 def line_of(number: int, parents: dict[int, int]) -> list[int]:

@@ -17,12 +17,8 @@ from interlace.layers.checkpoint.cache_folder import (
     private_folder,
     remove_stale_scratch,
 )
-from interlace.layers.checkpoint.converted import (
-    DESCRIPTION,
-    WEIGHTS,
-    read_description,
-    write_converted,
-)
+from interlace.layers.checkpoint.converted import write_converted
+from interlace.layers.checkpoint.description import DESCRIPTION, WEIGHTS, read_description
 from interlace.layers.checkpoint.loading import Silent
 from interlace.layers.weights import LAYOUT_VERSION
 

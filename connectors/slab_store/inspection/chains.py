@@ -6,7 +6,7 @@ Blocks are rows of arrays, some 0.2 kB each for a moment: a store may hold milli
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -37,7 +37,8 @@ def list_prefixes(found: Survey, most: int | None = None) -> Listing:
         chains = Chains(slabs)
         num_prefixes += len(chains.first)
         num_lost += chains.num_lost
-        prefixes += _prefixes(slabs, chains, most)
+        folder_hits = found.hits.get(slabs[0].file.path.parent.name, {})
+        prefixes += _prefixes(slabs, chains, folder_hits, most)
         prefixes.sort(key=lambda prefix: (-prefix.used_ns, prefix.first_hash))
         prefixes = prefixes[:most]
     return Listing(prefixes=tuple(prefixes), num_prefixes=num_prefixes, num_lost_blocks=num_lost)
@@ -130,8 +131,13 @@ def _follow(parents: Indices, is_first: Flags) -> tuple[Indices, Indices]:
     return roots, steps[:-1] + 1
 
 
-def _prefixes(slabs: Sequence[SlabContents], chains: Chains, most: int | None) -> Iterator[Prefix]:
+def _prefixes(
+    slabs: Sequence[SlabContents], chains: Chains, hits: Mapping[bytes, int], most: int | None
+) -> Iterator[Prefix]:
     """The most recently used ones of a space, in any order."""
+    first_tokens: dict[bytes, tuple[int, ...]] = {}
+    for slab in slabs:
+        first_tokens.update(slab.first_tokens)
     size, roots = chains.num_blocks + 1, chains.roots
     space, names = slabs[0].space, model_names(slabs)
     identity = space.identity
@@ -151,8 +157,9 @@ def _prefixes(slabs: Sequence[SlabContents], chains: Chains, most: int | None) -
         key=lambda first: (-int(last_used_ns[first]), first),
     )
     for first in listed:
+        first_hash = chains.hash_of(first)
         yield Prefix(
-            first_hash=chains.hash_of(first).hex(),
+            first_hash=first_hash.hex(),
             model_names=names,
             model=identity.model,
             dtype=identity.dtype,
@@ -166,4 +173,6 @@ def _prefixes(slabs: Sequence[SlabContents], chains: Chains, most: int | None) -
             num_bytes=int(num_blocks[first]) * space.record_bytes,
             saved_ns=int(first_saved_ns[first]),
             used_ns=int(last_used_ns[first]),
+            num_hits=hits.get(first_hash, 0),
+            first_tokens=first_tokens.get(first_hash, ()),
         )

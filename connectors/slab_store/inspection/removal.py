@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from interlace.connectors.slab_store import hits
 from interlace.connectors.slab_store.directory import SlabDirectory, SlabFile, has_writer
 from interlace.connectors.slab_store.inspection.chains import Chains
 from interlace.connectors.slab_store.inspection.reports import (
@@ -14,6 +16,7 @@ from interlace.connectors.slab_store.inspection.reports import (
     Selection,
 )
 from interlace.connectors.slab_store.inspection.survey import Survey, by_folder
+from interlace.connectors.slab_store.slab import SUFFIX
 
 DIGEST_DIGITS = 8
 """So many of a model's digest name it: fewer may be a name with a slip in it."""
@@ -37,7 +40,16 @@ def remove(directory: SlabDirectory, files: Iterable[FileReport]) -> Removal:
             failed.append(Failure(file=file, reason=error.strerror or str(error)))
             continue
         removed.append(file)
+    for folder in {(directory.root / file.name).parent for file in removed}:
+        _forget_hits(folder)
     return Removal(removed=tuple(removed), written=tuple(written), failed=tuple(failed))
+
+
+def _forget_hits(folder: Path) -> None:
+    """Of a space in which nothing is left."""
+    with contextlib.suppress(OSError):
+        if not any(folder.glob(f"*{SUFFIX}")):
+            hits.remove(folder)
 
 
 def select_all(found: Survey) -> Selection:

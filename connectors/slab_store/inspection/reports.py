@@ -66,6 +66,10 @@ class Prefix:
     """When the oldest block was saved: since the epoch."""
     used_ns: int
     """When a slab that holds some of it was last written to, or read."""
+    num_hits: int
+    """Loads of it, or of a part, that are remembered: see `hits`."""
+    first_tokens: tuple[int, ...]
+    """What its prompts begin with, as far as that was told."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,6 +101,8 @@ class Statistics:
     """More, which count too: room that slabs with a living writer may still take."""
     record_bytes: int
     """Of published records."""
+    num_hits: int
+    """Loads of prompts, or of parts of them, that are remembered: see `hits`."""
     num_free_records: int
     """In slabs that a process writes to."""
     oldest_ns: int | None

@@ -21,6 +21,7 @@ def _within(found: Survey, folder: str) -> Survey:
 
     return Survey(
         folders=(folder,),
+        hits={folder: found.hits.get(folder, {})},
         slabs=tuple(slab for slab in found.slabs if is_in(slab.file)),
         left_out=tuple(one for one in found.left_out if is_in(one[0])),
         being_made=tuple(filter(is_in, found.being_made)),
@@ -41,6 +42,7 @@ def _statistics(folder: str, found: Survey) -> Statistics:
         file_bytes=sum(file.disk_bytes for file in files),
         reserved_bytes=sum(file.reserved_bytes for file in files),
         record_bytes=sum(len(slab.blocks) * slab.shape.record_bytes for slab in found.slabs),
+        num_hits=sum(sum(counts.values()) for counts in found.hits.values()),
         num_free_records=sum(slab.shape.num_records - len(slab.blocks) for slab in written),
         oldest_ns=min((int(times.min()) for times in saved), default=None),
         newest_ns=max((int(times.max()) for times in saved), default=None),

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, Self, TypeVar
 
@@ -16,12 +16,14 @@ import numpy as np
 import numpy.typing as npt
 
 from interlace.connectors.kv_folders.identity import KVIdentity
+from interlace.connectors.slab_store import hits
 from interlace.connectors.slab_store.directory import MARKER, Limits, SlabDirectory, SlabFile
 from interlace.connectors.slab_store.files import open_to_read, read_at
 from interlace.connectors.slab_store.inspection.reports import FileReport, LeftOut
 from interlace.connectors.slab_store.layout import (
     HASH_BYTES,
     MAGIC,
+    NO_PARENT,
     VERSION,
     DamagedSlabError,
     Entry,
@@ -69,6 +71,8 @@ class SlabContents:
     """Of `BLOCK`: one of each published record."""
     is_written: bool
     """Whether a living process writes to it."""
+    first_tokens: Mapping[bytes, tuple[int, ...]]
+    """Hash of a block without a parent -> what its prompts begin with, as far as that was told."""
 
     @classmethod
     def of(cls, file: SlabFile, look: Look) -> Self:
@@ -80,6 +84,11 @@ class SlabContents:
             shape=look.shape,
             blocks=np.array(rows, BLOCK),
             is_written=look.is_written,
+            first_tokens={
+                one.block_hash: one.first_tokens
+                for one in look.entries
+                if one.parent_hash == NO_PARENT and one.first_tokens
+            },
         )
 
 
@@ -89,6 +98,8 @@ class Survey:
 
     folders: tuple[str, ...]
     """Of spaces, empty ones included."""
+    hits: Mapping[str, Mapping[bytes, int]]
+    """Folder -> hash of a first block -> how often it was loaded lately: see `hits`."""
     slabs: tuple[SlabContents, ...]
     left_out: tuple[tuple[SlabFile, LeftOut], ...]
     being_made: tuple[SlabFile, ...]
@@ -144,6 +155,7 @@ def survey(directory: SlabDirectory, progress: Progress) -> Survey:
                 left_out.append((file, found))
     return Survey(
         folders=tuple(folders),
+        hits={name: hits.count(directory.root / name) for name in folders},
         slabs=tuple(slabs),
         left_out=tuple(left_out),
         being_made=tuple(new[False]),
@@ -212,7 +224,7 @@ def checked(file: SlabFile, slab: Slab) -> Look | LeftOut:
         return _left_out(file, "its header says that it holds other KV than its folder")
     if shape.record_bytes != space.record_bytes:
         return _left_out(file, f"its records have {shape.record_bytes} bytes")
-    entries = slab.look()
+    entries = slab.look(with_tokens=True)
     return Look(space, shape, entries, is_written=not slab.is_sealed)
 
 

@@ -33,7 +33,11 @@ from interlace.connectors.pipeline import worker_files
 from interlace.connectors.pipeline.sched_files import FileTier
 from interlace.connectors.slab_store import directory, slab_writer
 from interlace.connectors.slab_store import slab as slabs
+from interlace.connectors.slab_store.inspection.chains import list_prefixes
+from interlace.connectors.slab_store.inspection.survey import open_store, survey
+from interlace.connectors.slab_store.layout import MOST_TOKENS
 from interlace.engine.errors import ConfigError
+from interlace.layers.checkpoint.loading import Silent
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -276,6 +280,25 @@ async def test_at_its_second_use(tmp_path: Path) -> None:
         await forget_on_device(engine)
     async with engine_of(folder) as engine:
         assert num_external(await ask(engine, PROMPT, 3)) == 10 * BLOCK_SIZE
+
+
+async def test_people_see_what_a_prompt_begins_with_and_how_often_it_was_loaded(
+    tmp_path: Path,
+) -> None:
+    folder = tmp_path / "kv"
+    await stored(folder)
+    await stored(folder, PROMPT[: 3 * BLOCK_SIZE + 1], kv_role="kv_consumer")
+
+    def listed() -> list[tuple[tuple[int, ...], int]]:
+        found = survey(open_store(folder), Silent())
+        return [(one.first_tokens, one.num_hits) for one in list_prefixes(found).prefixes]
+
+    assert await asyncio.to_thread(listed) == [(tuple(PROMPT[:MOST_TOKENS]), 1)]
+    async with engine_of(folder) as engine:
+        for _ in range(2):
+            await ask(engine, PROMPT, 1)  # the second time from host memory
+            await forget_on_device(engine)
+    assert await asyncio.to_thread(listed) == [(tuple(PROMPT[:MOST_TOKENS]), 2)]
 
 
 def test_the_check_passes(tmp_path: Path) -> None:

@@ -188,9 +188,9 @@ def test_a_long_index_is_read_in_parts(folder: Path, monkeypatch: pytest.MonkeyP
     parsed: list[int] = []
     real = parse_entries
 
-    def parse(data: bytes, first: int, *, is_sealed: bool) -> Any:
+    def parse(data: bytes, first: int, **how: bool) -> Any:
         parsed.append(len(data) // ENTRY_BYTES)
-        return real(data, first, is_sealed=is_sealed)
+        return real(data, first, **how)
 
     monkeypatch.setattr(slab_module, "parse_entries", parse)
     with Slab.open(writer.path) as slab:

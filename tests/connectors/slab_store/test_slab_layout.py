@@ -188,6 +188,25 @@ def test_entries_come_back(
     assert parse_entries(data, first, is_sealed=is_sealed) == (entries, len(entries))
 
 
+@pytest.mark.parametrize(
+    ("told", "kept"),
+    [
+        ((), ()),
+        ((0, 1, 49_151), (0, 1, 49_151)),
+        (tuple(range(9)), tuple(range(8))),
+        ((7, 2**24 - 1, 2**24, 5), (7, 2**24 - 1)),
+    ],
+)
+def test_first_tokens_come_back_if_they_are_asked_for(
+    told: tuple[int, ...], kept: tuple[int, ...]
+) -> None:
+    """Eight at most, up to one that takes more than three bytes."""
+    data = pack_entries([entry(0)._replace(first_tokens=told)])
+    assert parse_entries(data, 0, is_sealed=False).entries == [entry(0)]
+    (found,) = parse_entries(data, 0, is_sealed=False, with_tokens=True).entries
+    assert found.first_tokens == kept
+
+
 def test_hashes_that_end_with_zeros_stay_whole() -> None:
     one = Entry(0, b"\1" + bytes(31), NO_PARENT, 0, 0)
     assert parse_entries(pack_entries([one]), 0, is_sealed=False).entries == [one]
