@@ -684,6 +684,7 @@ class Scheduler:
             if not item.is_void:
                 updates += self._apply_one(item, step.step_id, runner_output)
         num_sampled = sum(len(update.new_token_ids) for update in updates)
+        self._count(num_generated_tokens=num_sampled)
         self._unsettled = _Unsettled(
             step.step_id, reports, runner_output.num_stray_reports, num_sampled
         )
@@ -717,7 +718,6 @@ class Scheduler:
         self._take_news(step.reports)
         # Last, so that the blocks whose tokens became known just now are published with the rest.
         self.kv_cache.apply_step(step.step_id)
-        self._count(num_generated_tokens=step.num_sampled)
         if self._events.active:
             self._events.emit(StepDone(self._clock.monotonic(), step.step_id, step.num_sampled))
 

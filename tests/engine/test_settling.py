@@ -117,3 +117,12 @@ def test_what_is_said_to_a_caller_waits_for_the_reports(by_text: bool) -> None:
         stepper.scheduler.finish_request(request, RequestStatus.FINISHED_STOPPED)
     assert request.response_kv_transfer_params == {"stored": False}
     assert stepper.scheduler.num_inflight_steps == 0
+
+
+def test_who_has_a_token_finds_it_counted() -> None:
+    stepper = Stepper(make_scheduler(), settles_late=True)
+    stepper.add(prompt_of(9), max_tokens=1)
+    launched(stepper)
+    stepper.apply()
+    assert stepper.scheduler.stats.num_generated_tokens == 1
+    assert stepper.scheduler.num_inflight_steps == 1, "it is not settled"
