@@ -8,7 +8,6 @@ lanes.
 from __future__ import annotations
 
 import itertools
-import os
 import time
 from collections.abc import Callable, Container, Iterable, Sequence
 from pathlib import Path
@@ -44,6 +43,7 @@ from interlace.connectors.slab_store.writing import Write, WriteBehind
 from interlace.engine.errors import ConfigError
 from interlace.engine.ports import Lanes
 from interlace.layers.cuda_host_memory import HostMemory
+from interlace.layers.hardware.host import usable_cores
 from interlace.layers.page_sums import PageSums
 from interlace.layers.record_space import RecordSpace
 
@@ -68,8 +68,7 @@ _SHARE_OF_MEMORY = 4
 
 def num_read_lanes() -> int:
     """Threads that read, on this machine."""
-    num_cores = len(os.sched_getaffinity(0))
-    return min(_MOST_READ_LANES, max(_LEAST_READ_LANES, num_cores - _CORES_LEFT))
+    return min(_MOST_READ_LANES, max(_LEAST_READ_LANES, usable_cores() - _CORES_LEFT))
 
 
 def without_records(runs: Iterable[RecordRun], records: Container[int]) -> tuple[RecordRun, ...]:
