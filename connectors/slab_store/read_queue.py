@@ -191,8 +191,8 @@ class ReadQueue:
     # ---------------------------------------------------------------- readers
 
     def take(self, reader: Reader) -> Sequence[Part]:
-        """Neighbours, to be read at once; what it had before has been. If there are none, or it was
-        given up, it has to be started again."""
+        """Neighbours, to be read at once, forwards or backwards; what it had before has been. If
+        there are none, or it was given up, it has to be started again."""
         with self._lock:
             self._end(reader)
             reader.taken = () if reader.is_given_up else self._next()
@@ -217,7 +217,8 @@ class ReadQueue:
         share = -(-len(waiting) // (2 * self._num_readers))
         most = min(waiting[0].order.most, share)
         taken = [waiting.popleft()]
-        while len(taken) < most and waiting and _are_neighbours(taken[-1], waiting[0]):
+        step = 0 if not waiting else _step(taken[0], waiting[0])
+        while step and len(taken) < most and waiting and _step(taken[-1], waiting[0]) == step:
             taken.append(waiting.popleft())
         for part in taken:
             part.read.is_taken = True
@@ -252,11 +253,10 @@ class ReadQueue:
                 self._counts = counts._replace(failed=counts.failed + 1)
 
 
-def _are_neighbours(one: Part, other: Part) -> bool:
-    """Whether the other lies behind the first, was asked for with it, and is still wanted."""
-    place, behind = one.read.place, other.read.place
-    return (
-        (place.slab, place.record + 1) == (behind.slab, behind.record)
-        and one.order is other.order
-        and other.read.error is None
-    )
+def _step(one: Part, other: Part) -> int:
+    """1 if the other lies behind the first, -1 if before it; 0 if it is no neighbour, was not asked
+    for with it, or is not wanted any more."""
+    place, next_place = one.read.place, other.read.place
+    step = next_place.record - place.record
+    is_same = place.slab == next_place.slab and one.order is other.order
+    return step if is_same and other.read.error is None and abs(step) == 1 else 0

@@ -168,6 +168,8 @@ class Reads:
 
     def _read(self, run: Sequence[Part]) -> None:
         """Neighbours. Raises: `OSError`, `DamagedSlabError`."""
+        if run[-1].read.place.record < run[0].read.place.record:
+            run = run[::-1]
         place = run[0].read.place
         slab = self._slabs.get(place.slab)
         shape = slab.header.shape

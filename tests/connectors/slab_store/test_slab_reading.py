@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 import random
 import sys
@@ -362,6 +363,32 @@ def test_calls_become_small_towards_the_end(tmp_path: Path) -> None:
     lanes.drain()
     assert [len(run) for run in shelf.runs] == [8, 8, 8, 6, 5, 5, 4, 3, 3, 2, 2, *[1] * 6]
     assert [i for run in shelf.runs for i in run] == list(range(60)), "the first ones first"
+
+
+def test_neighbours_may_come_backwards(tmp_path: Path) -> None:
+    """As for a load from the back. What goes to and fro is several runs."""
+    lanes = VirtualLanes(0, "lazy")
+    shelf = Shelf(tmp_path, 30, num_lanes=1, lanes=lanes)
+    reads = shelf.read(*reversed(range(20)), 25, 26, 25, 27, 29)
+    lanes.drain()
+    assert shelf.runs[0] == [19, 18, 17, 16, 15, 14, 13, 12]
+    assert [i for run in shelf.runs for i in run] == [*reversed(range(20)), 25, 26, 25, 27, 29]
+    assert all(abs(a - b) == 1 for run in shelf.runs for a, b in itertools.pairwise(run))
+    assert [one.error for one in reads] == [None] * 25
+    assert shelf.is_right(*range(20), 25, 26, 27, 29)
+
+
+def test_a_slab_that_is_cut_off_fails_what_is_not_there_backwards_too(tmp_path: Path) -> None:
+    lanes = VirtualLanes(0, "lazy")
+    shelf = Shelf(tmp_path, 16, num_lanes=1, lanes=lanes)
+    with Slab.open(tmp_path / shelf.places[0].slab) as slab:
+        size = slab.header.shape.record_at(13)
+    reads = shelf.read(*reversed(range(16)))
+    shelf.reads._slabs.get(shelf.places[0].slab)  # before it is cut off: else it is not opened
+    os.truncate(tmp_path / shelf.places[0].slab, size)
+    lanes.drain()
+    assert [one.error is None for one in reversed(reads)] == [True] * 13 + [False] * 3
+    assert shelf.is_right(*range(13))
 
 
 def test_no_call_reads_more_than_was_said(tmp_path: Path) -> None:
