@@ -61,11 +61,11 @@ class ModelRunner:
         output = self.execute(scheduler_output)
         return lambda: output
 
-    @torch.inference_mode()
     def advance_transfers(self) -> bool:
         """Never: what goes on beside the steps of a CPU needs no help between them."""
         return False
 
+    @torch.inference_mode()
     def execute(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
         """Compute one step and sample where a request's last token was computed.
 

@@ -107,6 +107,20 @@ def test_any_chunks_give_the_plain_answer_over_poisoned_pages(length: int, chunk
     assert tokens == plain_answer(driver.model, driver.prompt, 8)
 
 
+def test_nothing_is_kept_for_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else each operation of a step costs more."""
+    driver = Driver(_prompt(5))
+    modes: list[bool] = []
+
+    def sample(*_: object) -> ModelRunnerOutput:
+        modes.append(torch.is_inference_mode_enabled())
+        return ModelRunnerOutput()
+
+    monkeypatch.setattr("interlace.layers.runner.sample_requests", sample)
+    driver.first(5)
+    assert modes == [True]
+
+
 def test_equal_schedules_give_equal_bits() -> None:
     def logprobs() -> list[object]:
         driver = Driver(_prompt(13))
