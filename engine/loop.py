@@ -61,6 +61,8 @@ class _Step:
         self.plan = plan
         self.stayed_s = 0.0
         """How long the device thread has."""
+        self.may_have_news = False
+        """Whether it has left since there may be some: the next empty step brings them."""
         self.asks_only = not (plan.total_num_scheduled_tokens or plan.async_loading_req_ids)
         """Whether it is there for a connector's news alone."""
         self._runner = runner
@@ -86,10 +88,14 @@ class _Step:
     def _stay(self) -> None:
         """On the device thread: move transfers on, until there may be news, or `hurry`."""
         begun_s = self._clock.monotonic()
-        while self._runner.advance_transfers() and self.stayed_s < LONGEST_STAY_S:
-            if self._is_wanted.wait(_LOOK_S):
+        has_stayed = False
+        while self._runner.advance_transfers():
+            if self.stayed_s >= LONGEST_STAY_S or self._is_wanted.wait(_LOOK_S):
                 return
+            has_stayed = True
             self.stayed_s = self._clock.monotonic() - begun_s
+        # Not so if there was nothing to move on in the first place.
+        self.may_have_news = has_stayed
 
     def hurry(self) -> None:
         """Somebody wants the device thread, or has other news: do not stay. Loop thread."""
@@ -280,7 +286,7 @@ class StepLoop:
         while self._inflight and self._inflight[0].is_done:
             step = self._inflight.popleft()
             plan, output = step.plan, step.result()
-            self._poll_due |= plan.total_num_scheduled_tokens > 0
+            self._poll_due |= plan.total_num_scheduled_tokens > 0 or step.may_have_news
             if plan.total_num_scheduled_tokens or output.kv_connector_output is not None:
                 self._note_news()
             self._stayed_s = step.stayed_s

@@ -72,6 +72,23 @@ async def test_where_there_is_nothing_to_move_on_one_look_is_enough() -> None:
     assert runner.num_looks <= len(empty)
 
 
+@pytest.mark.parametrize("stays_long", [False, True])
+async def test_news_that_end_a_stay_are_asked_for_at_once(
+    stays_long: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However long the load has taken by then: no pause comes in between."""
+    engine, runner = loading_engine(load_delay=2)
+    with staying_for_ever(monkeypatch):
+        async with asyncio.timeout(PATIENCE_S), engine, asyncio.TaskGroup() as tasks:
+            loads = tasks.create_task(engine.complete(prompt_of(36), greedy(3), request_id="loads"))
+            await asyncio.to_thread(runner.is_asked.wait, PATIENCE_S)
+            monkeypatch.setattr(loop, "poll_pause", lambda _: 1e9)
+            if stays_long:
+                await asyncio.sleep(0.01)
+            runner.has_more = False
+    assert list(loads.result().token_ids) == answer(prompt_of(36), 3)
+
+
 async def test_who_comes_meanwhile_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     engine, runner = loading_engine()
     with staying_for_ever(monkeypatch):
