@@ -19,6 +19,7 @@ has a token under way and its blocks are free at once.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 from collections import deque
@@ -201,7 +202,10 @@ class Scheduler:
             self.kv_cache.free(request, self._last_applied_step)
         self._count(num_finished_requests=1)
         if request.response_kv_transfer_params:
-            self.settle()  # what is reported may change them before they are delivered
+            # What is reported may change them before they are delivered. What fails there is fatal:
+            # it is raised again to the loop, not to whoever aborts or closes.
+            with contextlib.suppress(Exception):
+                self.settle()
 
     def _queue_of(self, request: Request) -> RequestQueue:
         if request.status is RequestStatus.RUNNING:

@@ -102,6 +102,32 @@ class _Corrects(ScriptedConnector):
         self.params["stored"] = False
 
 
+class _SaysAndHears(_Hears):
+    """Has something to say to callers, too."""
+
+    def request_finished(
+        self, request: Request, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        super().request_finished(request, block_ids)
+        return False, {"stored": True}
+
+
+def test_who_ends_a_request_is_not_told_of_what_fails_when_that_is_settled() -> None:
+    """It is fatal, and so the loop's to hear: who aborts, or closes the engine, goes on."""
+    sides = scripted_sides(Script(), kind=_SaysAndHears)
+    stepper = Stepper(make_scheduler(connector=sides[0]), sides[1])
+    request = stepper.add(prompt_of(9), max_tokens=5)
+    output = launched(stepper)
+    result = dataclasses.replace(
+        stepper.runner.execute(output), kv_connector_output=KVConnectorOutput()
+    )
+    stepper.scheduler.take_tokens(output, result)
+    stepper.scheduler.finish_request(request, RequestStatus.FINISHED_ABORTED)
+    assert request.is_finished
+    with pytest.raises(ConnectorError, match="told"):
+        stepper.scheduler.settle()
+
+
 @pytest.mark.parametrize("by_text", [False, True])
 def test_what_is_said_to_a_caller_waits_for_the_reports(by_text: bool) -> None:
     """Whether the token ends the request, or a stop string in the text that it makes."""
