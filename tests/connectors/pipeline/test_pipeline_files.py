@@ -58,6 +58,13 @@ async def test_a_restarted_engine_finds_what_was_stored(
         assert num_external(again) > 0 or load_mode == "auto", "from memory now"
 
 
+def test_lanes_read_where_the_system_does_not_tell_of_cores(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delattr(os, "sched_getaffinity")  # as outside of Linux
+    assert worker_files.num_read_lanes() >= 4
+
+
 @pytest.mark.parametrize("policy", ["fail", "recompute"])
 @pytest.mark.soak(quick=4, full=40)
 async def test_a_flipped_bit_is_computed_and_serves_nobody(
