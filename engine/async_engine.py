@@ -428,6 +428,7 @@ class AsyncEngine:
 
     def snapshot(self) -> EngineSnapshot:
         """A frozen picture of queues, blocks and totals, as of now."""
+        self._scheduler.settle_unheard()  # who has had the last token sees it counted
         return take_snapshot(
             self._scheduler,
             self._num_preparing,

@@ -202,10 +202,7 @@ class Scheduler:
             self.kv_cache.free(request, self._last_applied_step)
         self._count(num_finished_requests=1)
         if request.response_kv_transfer_params:
-            # What is reported may change them before they are delivered. What fails there is fatal:
-            # it is raised again to the loop, not to whoever aborts or closes.
-            with contextlib.suppress(Exception):
-                self.settle()
+            self.settle_unheard()  # what is reported may change them before they are delivered
 
     def _queue_of(self, request: Request) -> RequestQueue:
         if request.status is RequestStatus.RUNNING:
@@ -713,6 +710,12 @@ class Scheduler:
         except Exception as error:
             self._settle_error = error
             raise
+
+    def settle_unheard(self) -> None:
+        """The same for who aborts, closes, or looks. What fails is fatal, and so the loop's to hear:
+        it is raised there."""
+        with contextlib.suppress(Exception):
+            self.settle()
 
     def _settle(self, step: _Unsettled) -> None:
         self._last_applied_step = step.step_id

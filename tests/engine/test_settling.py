@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from connected import prompt_of, scripted_sides
-from engine_kit import open_engine
+from engine_kit import greedy, open_engine
 from scheduling import Stepper, launched, make_scheduler
 
 from interlace.connectors.conformance.script import Script
@@ -84,6 +84,15 @@ async def test_who_has_the_last_delta_may_reset_the_cache() -> None:
         await it.engine.complete([1, 2, 3, 4, 5])
         assert it.engine.reset_prefix_cache()
         assert it.engine.snapshot().idle
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+async def test_who_has_the_last_delta_sees_all_of_it_counted(depth: int) -> None:
+    async with open_engine(is_open=True, depth=depth) as it:
+        await it.engine.complete([1, 2, 3, 4, 5], greedy(4))
+        snapshot = it.engine.snapshot()
+        assert snapshot.idle
+        assert snapshot.stats.num_generated_tokens == 4
 
 
 class _Corrects(ScriptedConnector):
