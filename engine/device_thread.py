@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import functools
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import ParamSpec, TypeVar
@@ -71,6 +72,14 @@ class DeviceThread:
 
     def __init__(self, name: str = "interlace-device") -> None:
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)
+        self._lock = threading.Lock()
+        self._num_open = 0  # calls that have not ended
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether further calls wait for the one that runs, be they another engine's. That one
+        asks, if it may end sooner."""
+        return self._num_open > 1
 
     def submit(
         self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs
@@ -81,12 +90,23 @@ class DeviceThread:
         `finish_despite_cancel`. The call's errors arrive through `with_ordinary_errors`.
         """
         call = functools.partial(function, *args, **kwargs)
-        return asyncio.wrap_future(self._executor.submit(with_ordinary_errors, call))
+        return asyncio.wrap_future(self._submit(call))
 
     def call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Run one call behind all earlier ones and wait for it. Any thread but a loop's."""
         call = functools.partial(function, *args, **kwargs)
-        return self._executor.submit(with_ordinary_errors, call).result()
+        return self._submit(call).result()
+
+    def _submit(self, call: Callable[[], T]) -> concurrent.futures.Future[T]:
+        future = self._executor.submit(with_ordinary_errors, call)
+        with self._lock:
+            self._num_open += 1
+        future.add_done_callback(self._note_ended)
+        return future
+
+    def _note_ended(self, _: concurrent.futures.Future[T]) -> None:
+        with self._lock:
+            self._num_open -= 1
 
     def close(self) -> None:
         """End the thread once it is idle; the caller has awaited all its work."""

@@ -90,7 +90,9 @@ class _Step:
         begun_s = self._clock.monotonic()
         has_stayed = False
         while self._runner.advance_transfers():
-            if self.stayed_s >= LONGEST_STAY_S or self._is_wanted.wait(_LOOK_S):
+            if self.stayed_s >= LONGEST_STAY_S or self._device.is_wanted:
+                return
+            if self._is_wanted.wait(_LOOK_S):
                 return
             has_stayed = True
             self.stayed_s = self._clock.monotonic() - begun_s
@@ -98,7 +100,7 @@ class _Step:
         self.may_have_news = has_stayed
 
     def hurry(self) -> None:
-        """Somebody wants the device thread, or has other news: do not stay. Loop thread."""
+        """There are other news, or a step to launch: do not stay. Loop thread."""
         self._is_wanted.set()
 
     def wait(self) -> asyncio.Future[ModelRunnerOutput]:

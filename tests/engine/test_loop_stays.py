@@ -101,6 +101,20 @@ async def test_who_comes_meanwhile_does_not_wait(monkeypatch: pytest.MonkeyPatch
     assert list(loads.result().token_ids) == answer(prompt_of(36), 3)
 
 
+async def test_who_shares_the_device_thread_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another engine, for instance, whose steps this one's loop knows nothing of."""
+    engine, runner = loading_engine()
+    with staying_for_ever(monkeypatch):
+        async with asyncio.timeout(PATIENCE_S), engine, asyncio.TaskGroup() as tasks:
+            tasks.create_task(engine.complete(prompt_of(36), greedy(3), request_id="loads"))
+            await asyncio.to_thread(runner.is_asked.wait, PATIENCE_S)
+            try:
+                async with asyncio.timeout(PATIENCE_S / 4):
+                    assert await asyncio.shield(engine._device.submit(lambda: 1)) == 1
+            finally:
+                runner.has_more = False
+
+
 @pytest.mark.parametrize("how", ["abort", "close", "cancel"])
 async def test_who_ends_meanwhile_does_not_wait(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     engine, runner = loading_engine(load_delay=6)
