@@ -712,7 +712,7 @@ class Scheduler:
             raise
 
     def settle_unheard(self) -> None:
-        """The same for who aborts, closes, or looks. What fails is fatal, and so the loop's to hear:
+        """The same for who aborts, closes, or looks. What fails is fatal, and the loop's to hear:
         it is raised there."""
         with contextlib.suppress(Exception):
             self.settle()
