@@ -53,6 +53,18 @@ class CudaHostMemory:
         )
 
     def _with_context(self, call: Callable[[], int]) -> int:
-        """A thread that never used the device has no context."""
+        """A thread that never used the device has no context: it gets the one that torch uses."""
         with torch.cuda.device(self._device):
-            return int(call())
+            context = ctypes.c_void_p()
+            self._driver.cuCtxGetCurrent(ctypes.byref(context))
+            code = 0 if context else self._take_context()
+            return code or int(call())
+
+    def _take_context(self) -> int:
+        """0, or an error. The context is as old as the process, so nobody lets go of it."""
+        device, context = ctypes.c_int(), ctypes.c_void_p()
+        return int(
+            self._driver.cuDeviceGet(ctypes.byref(device), torch.cuda.current_device())
+            or self._driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device)
+            or self._driver.cuCtxSetCurrent(context)
+        )
