@@ -61,15 +61,23 @@ class StridedRows(NamedTuple):
     """Bytes from one row to the next: of each copy, or of as many as numpy stretches over them."""
 
 
+Operations: TypeAlias = NDArray[np.void]
+"""Strided copies as a `Memcpy2DBatch` takes them, in the shape of their addresses."""
+
+
 class Memcpy2DBatch(Protocol):
     """Many strided copies, in any order among themselves."""
 
-    def copy(
+    def prepare(
         self, targets: StridedRows, sources: StridedRows, width: int, heights: Addresses
-    ) -> None:
-        """Queue, on the current stream, which is not the default one, copies of rows of `width`
-        bytes from each source to its target; one at least. `heights`: how many rows, stretched as
-        pitches are. Raises: `ConnectorError`."""
+    ) -> Operations:
+        """Copies of rows of `width` bytes from each source to its target, for `queue`. `heights`:
+        how many rows, stretched as pitches are."""
+        ...
+
+    def queue(self, operations: Operations) -> None:
+        """Queue these, one at least, on the current stream, which is not the default one: what was
+        prepared, or some of it along the first axis. Raises: `ConnectorError`."""
         ...
 
 
@@ -219,9 +227,9 @@ class _CudaMemcpy2DBatch:
         """Raises: `AttributeError` if the driver has no such call."""
         self._call = _BatchCall(driver, "cuMemcpy3DBatchAsync", device)
 
-    def copy(
+    def prepare(
         self, targets: StridedRows, sources: StridedRows, width: int, heights: Addresses
-    ) -> None:
+    ) -> Operations:
         """See `Memcpy2DBatch`."""
         operations = np.zeros(targets.addresses.shape, _OPERATIONS)
         for operands, rows in (
@@ -233,11 +241,16 @@ class _CudaMemcpy2DBatch:
             operands["num_rows"] = heights
         operations["width"], operations["height"], operations["depth"] = width, heights, 1
         operations["src_access_order"] = _IN_STREAM_ORDER
+        return operations
+
+    def queue(self, operations: Operations) -> None:
+        """See `Memcpy2DBatch`."""
+        assert operations.flags.c_contiguous, "the driver reads them one behind the other"
         arguments: list[object] = [
             ctypes.c_size_t(operations.size),
             ctypes.c_void_p(operations.ctypes.data),
         ]
-        what = f"{operations.size} copies of rows of {width} bytes"
+        what = f"{operations.size} copies of rows"
         self._call.queue(what, arguments, [ctypes.c_ulonglong(0)])
 
 
@@ -308,4 +321,4 @@ def _copy_two_columns(batch: Memcpy2DBatch, target: Addresses, source: Addresses
     width, num_rows = _TRIAL_BYTES // 8, 4
     places = np.arange(2, dtype=np.uint64) * np.uint64(width)
     targets, sources = (StridedRows(at + places, 2 * width) for at in (target, source))
-    batch.copy(targets, sources, width, np.full(2, num_rows, np.uint64))
+    batch.queue(batch.prepare(targets, sources, width, np.full(2, num_rows, np.uint64)))

@@ -26,6 +26,7 @@ from interlace.layers.cuda_copies import (
     Memcpy2D,
     Memcpy2DBatch,
     MemcpyBatch,
+    Operations,
     StridedRows,
     cuda_memcpy_2d,
     cuda_memcpy_2d_batch,
@@ -97,8 +98,8 @@ class Runs:
         """On the device, since the first copy by the kernel."""
         self.places: NDArray[np.uint64] | None = None
         """[(record, block), blocks], since the first copy in a batch."""
-        self.table: NDArray[np.uint64] | None = None
-        """[(record, block, number of blocks), runs], since the first strided batch."""
+        self.operations: dict[bool, Operations] = {}
+        """Whether to pages -> [layers, runs], since the first strided batch in that direction."""
 
 
 class _Rows(NamedTuple):
@@ -286,11 +287,13 @@ class PageCopies:
 
     def _copy_in_strided_batch(self, layers: range, runs: Runs, *, to_pages: bool) -> None:
         assert self._strided_batch is not None, "this is not chosen without it"
-        if runs.table is None:
-            runs.table = np.array(runs.runs, np.uint64).T
-        records, blocks, counts = runs.table
-        targets, sources = self._sides(layers, records, blocks, to_pages=to_pages)
-        self._strided_batch.copy(targets, sources, self._page_bytes, counts)
+        operations = runs.operations.get(to_pages)
+        if operations is None:  # of all layers: a group at a time would take the host longer
+            records, blocks, counts = np.array(runs.runs, np.uint64).T
+            sides = self._sides(range(self.num_layers), records, blocks, to_pages=to_pages)
+            operations = self._strided_batch.prepare(*sides, self._page_bytes, counts)
+            runs.operations[to_pages] = operations
+        self._strided_batch.queue(operations[layers.start : layers.stop])
 
     def _sides(
         self, layers: range, records: Addresses, blocks: Addresses, *, to_pages: bool

@@ -113,7 +113,8 @@ def test_a_strided_batch_is_one_call_of_the_driver(name: str, is_load: bool) -> 
     driver = HostDriver(name)
     source, target = sides if is_load else reversed(sides)
     with on_a_stream():
-        strided_batch(driver).copy(target, source, 8, heights.astype(np.uint64))
+        batch = strided_batch(driver)
+        batch.queue(batch.prepare(target, source, 8, heights.astype(np.uint64)))
     assert driver.calls == [6]
     assert torch.equal(kept, right_kept)
     assert all(map(torch.equal, pages, right_pages))
@@ -122,9 +123,29 @@ def test_a_strided_batch_is_one_call_of_the_driver(name: str, is_load: bool) -> 
 @pytest.mark.parametrize("name", STRIDED_CALLS)
 def test_a_strided_batch_that_cuda_refuses_says_so(name: str) -> None:
     rows = StridedRows(np.arange(3, dtype=np.uint64), 64)
-    wanted = r"cuMemcpy3DBatchAsync of 3 copies of rows of 64 bytes .* error 700: are the records"
+    wanted = r"cuMemcpy3DBatchAsync of 3 copies of rows .* error 700: are the records"
+    batch = strided_batch(HostDriver(name, code=700))
+    operations = batch.prepare(rows, rows, 64, np.ones(3, np.uint64))
     with on_a_stream(), pytest.raises(ConnectorError, match=wanted):
-        strided_batch(HostDriver(name, code=700)).copy(rows, rows, 64, np.ones(3, np.uint64))
+        batch.queue(operations)
+
+
+def test_a_part_of_what_was_prepared_is_queued_by_itself() -> None:
+    """Layers 1 and 2 of four, of two copies each."""
+    source, target = (torch.randint(0, 256, (4, 40), dtype=torch.uint8) for _ in range(2))
+    before = target.clone()
+    sides = [
+        StridedRows((rows.data_ptr() + np.arange(4)[:, None] * 40 + [0, 20]).astype(np.uint64), 5)
+        for rows in (target, source)
+    ]
+    driver = HostDriver("cuMemcpy3DBatchAsync_v2")
+    batch = strided_batch(driver)
+    operations = batch.prepare(*sides, 5, np.array([4, 3], np.uint64))
+    with on_a_stream():
+        batch.queue(operations[1:3])
+    assert driver.calls == [4]
+    before[1:3, :20], before[1:3, 20:35] = source[1:3, :20], source[1:3, 20:35]
+    assert torch.equal(target, before)
 
 
 # ---------------------------------------------------------------- what the driver has
