@@ -31,8 +31,9 @@ LONGEST_POLL_S = 0.020
 """Between empty steps, while a connector has transfers under way and nothing else is to do."""
 POLL_SHARE = 16
 """Between these it is this part of the time since there was news."""
-LONGEST_STAY_S = 0.005
-"""With an empty step: of several connectors one may have news, while another is not done."""
+STAY_S = 0.005
+"""With an empty step, or as long as the pause behind it would be. Not for ever: of several
+connectors one may have news, while another is not done."""
 _LOOK_S = 0.0003
 """Between two looks at transfers: readers need the interpreter."""
 CLOSING_S = 5.0
@@ -54,10 +55,10 @@ class _Step:
         device: DeviceThread,
         clock: Clock,
         *,
-        may_stay: bool,
+        stay_s: float,
     ) -> None:
-        """Launches it, behind all that the device thread has to do, and with which that `may_stay`
-        when it has ended: nothing else is under way."""
+        """Launches it, behind all that the device thread has to do. That may stay with it for
+        `stay_s` when it has ended, if it only asks."""
         self.plan = plan
         self.stayed_s = 0.0
         """How long the device thread has."""
@@ -68,7 +69,7 @@ class _Step:
         self._runner = runner
         self._device = device
         self._clock = clock
-        self._may_stay = self.asks_only and may_stay
+        self._stay_s = stay_s if self.asks_only else 0.0
         self._is_wanted = threading.Event()
         self._pending: PendingStep | None = None
         self.launched = device.submit(self._launch)
@@ -81,7 +82,7 @@ class _Step:
         if self._pending is None:  # nothing to wait for if the launch raised: `result` tells
             return ModelRunnerOutput()
         output = self._pending()
-        if self._may_stay and output.kv_connector_output is None:
+        if self._stay_s and output.kv_connector_output is None:
             self._stay()
         return output
 
@@ -90,7 +91,7 @@ class _Step:
         begun_s = self._clock.monotonic()
         has_stayed = False
         while self._runner.advance_transfers():
-            if self.stayed_s >= LONGEST_STAY_S or self._device.is_wanted:
+            if self.stayed_s >= self._stay_s or self._device.is_wanted:
                 return
             if self._is_wanted.wait(_LOOK_S):
                 return
@@ -240,6 +241,13 @@ class StepLoop:
             return
         self._poll_due = True
 
+    @property
+    def _stay_s(self) -> float:
+        """For which the device thread may stay with a step that is launched now and only asks."""
+        if self._inflight or self._stopping:
+            return 0.0
+        return max(STAY_S, poll_pause(self._clock.monotonic() - self._had_news_s))
+
     def _note_news(self) -> None:
         self._had_news_s = self._clock.monotonic()
 
@@ -257,8 +265,7 @@ class StepLoop:
             if not plan.total_num_scheduled_tokens and not plan.async_loading_req_ids:
                 self._await_oldest_step()  # for what there is when that has ended
             self._hurry()
-            may_stay = not (self._inflight or self._stopping)
-            step = _Step(plan, self._runner, self._device, self._clock, may_stay=may_stay)
+            step = _Step(plan, self._runner, self._device, self._clock, stay_s=self._stay_s)
             self._inflight.append(step)
             if step.asks_only or not works_ahead:
                 self._await(step)

@@ -49,7 +49,7 @@ def loading_engine(load_delay: int = 3) -> tuple[AsyncEngine, Looking]:
 @contextmanager
 def staying_for_ever(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     with monkeypatch.context() as patch:
-        patch.setattr(loop, "LONGEST_STAY_S", 1e9)
+        patch.setattr(loop, "STAY_S", 1e9)
         yield
 
 

@@ -134,13 +134,13 @@ def test_a_part_of_what_was_prepared_is_queued_by_itself() -> None:
     """Layers 1 and 2 of four, of two copies each."""
     source, target = (torch.randint(0, 256, (4, 40), dtype=torch.uint8) for _ in range(2))
     before = target.clone()
-    sides = [
+    to, of = (
         StridedRows((rows.data_ptr() + np.arange(4)[:, None] * 40 + [0, 20]).astype(np.uint64), 5)
         for rows in (target, source)
-    ]
+    )
     driver = HostDriver("cuMemcpy3DBatchAsync_v2")
     batch = strided_batch(driver)
-    operations = batch.prepare(*sides, 5, np.array([4, 3], np.uint64))
+    operations = batch.prepare(to, of, 5, np.array([4, 3], np.uint64))
     with on_a_stream():
         batch.queue(operations[1:3])
     assert driver.calls == [4]
