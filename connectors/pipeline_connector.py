@@ -33,7 +33,10 @@ any whole number; one token at least is left to compute.
 Read on in this order:
 
     pipeline/messages.py     what the two sides tell each other
-    pipeline/scheduler.py    what is promised, and which records are loaded where
+    pipeline/scheduler.py    what is promised, and what the worker side is told
+    pipeline/sched_choice.py which way is best, by the rates so far
+    pipeline/sched_loads.py  which records are loaded where, until that has ended
+    pipeline/sched_tier.py   what is asked of where blocks are stored
     pipeline/sched_params.py what a request may ask for
     pipeline/rates.py        how long loads and steps take, and the choice between the ways
     pipeline/sched_split.py  what of a prompt is computed and what is loaded at the same time
