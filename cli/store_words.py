@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING
 
+import typer
+
 if TYPE_CHECKING:
     from interlace.connectors.slab_store.inspection.reports import Prefix
     from interlace.engine.tokenizer import Tokenizer
@@ -14,9 +16,16 @@ class Words:
     """By the tokenizers of the models that slabs name, where these lie on this machine."""
 
     def __init__(self, model: str | None = None) -> None:
-        """`model` stands for all that are named."""
+        """`model` stands for all that are named. Raises: `typer.BadParameter` if it has no
+        tokenizer here."""
         self._model = model
         self._tokenizer = functools.cache(_tokenizer)
+        if model is not None and self._tokenizer(model) is None:
+            raise typer.BadParameter(
+                f"there is no tokenizer of {model!r} on this machine: give smollm2-135m, if it was"
+                " fetched before, a GGUF file, or a folder with tokenizer.json.",
+                param_hint="--tokenizer",
+            )
 
     def of(self, prefix: Prefix) -> str | None:
         """On one line, special tokens left out; None if nothing was told, or nobody here can read

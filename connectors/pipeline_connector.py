@@ -74,6 +74,7 @@ from interlace.connectors.slab_store.catalog import Catalog
 from interlace.connectors.slab_store.faults import FAULT_KINDS
 from interlace.connectors.slab_store.lookup import StoredBlocks
 from interlace.connectors.slab_store.space import Space
+from interlace.connectors.slab_store.watch import Watch
 from interlace.engine.config import EngineConfig
 from interlace.engine.errors import ConfigError, ConnectorError
 from interlace.engine.kv_connector import (
@@ -159,10 +160,13 @@ class PipelineConnector(KVConnectorBase_V1):
         (group,) = self._kv_cache_config.kv_cache_groups
         num_layers = len(group.layer_names)
         space = self._space(num_layers, record_bytes // num_layers)
+        catalog = Catalog(Path(self.options.path) / space.folder_name, space)
+        is_replayed = self._vllm_config.lanes is not None  # by a seed, and not by time
         stored = StoredBlocks(
-            Catalog(Path(self.options.path) / space.folder_name, space),
+            catalog,
             self.lanes.lane("look"),
             threshold=self.options.store_threshold,
+            watch=None if is_replayed else Watch(catalog),
         )
         stored.wait_for_look(_FIRST_LOOK_S)
         return stored

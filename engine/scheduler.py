@@ -712,8 +712,8 @@ class Scheduler:
             raise
 
     def settle_unheard(self) -> None:
-        """The same for who aborts, closes, or looks. What fails is fatal, and the loop's to hear:
-        it is raised there."""
+        """The same for who looks, or ends a request with words to its caller. What fails is fatal,
+        and the loop's to hear: it is raised there."""
         with contextlib.suppress(Exception):
             self.settle()
 

@@ -52,7 +52,8 @@ class EngineSnapshot:
     """Ended requests whose blocks a KV connector still reads or fills."""
     stats: SchedulerStats
     kv_connector_stats: Mapping[str, int | float]
-    """What the connector has counted of late, by its own names; empty without one."""
+    """What the connector has counted in the last 10 to 20 seconds, by its own names; empty without
+    one, and if it was nothing. `AsyncEngine.metrics` has totals."""
 
     @property
     def idle(self) -> bool:

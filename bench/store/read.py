@@ -84,7 +84,9 @@ async def read(store: StoreRig) -> Outcome:
                         if number:  # the first round warms up
                             samples.append(sample)
                         advance(1)
-            found = _outcome(taken, shelf.num_bytes, is_dropped=is_dropped)
+            found = _outcome(
+                taken, shelf.num_bytes, is_dropped=is_dropped, is_judged=not shelf.checks
+            )
             rows += found[0]
             checks += found[1]
         return tuple(rows), tuple(checks)
@@ -112,8 +114,9 @@ class _Shelf:
         self.num_bytes = len(places) * space.record_bytes
         self._files = slab_files(folder)
         self._clock = store.rig.clock
-        checks = store.rig.prepared.settings.device != "cuda"
-        self._store = StoreReads(folder, places, buffers, self._clock, checks=checks)
+        self.checks = store.rig.prepared.settings.device != "cuda"
+        """Whether the store compares checksums, which plain reads do not: they are no bar then."""
+        self._store = StoreReads(folder, places, buffers, self._clock, checks=self.checks)
         self._plain = PlainReads(folder, places, buffers)
         self.ways: Mapping[str, Callable[[], None]] = {
             STORE: self._store.run,
@@ -226,7 +229,9 @@ def _read_all(jobs: Iterator[_Job], is_checked: bool) -> None:
             raise InterlaceError("a record is not what was written.")
 
 
-def _outcome(taken: Mapping[str, list[Taken]], num_bytes: int, *, is_dropped: bool) -> Outcome:
+def _outcome(
+    taken: Mapping[str, list[Taken]], num_bytes: int, *, is_dropped: bool, is_judged: bool
+) -> Outcome:
     rates = {name: Spread.of(one.bytes_per_s for one in some) for name, some in taken.items()}
     plain = [name for name in rates if name not in (STORE, CHECKED)]
     best = max(plain, key=lambda name: rates[name].median)
@@ -249,4 +254,5 @@ def _outcome(taken: Mapping[str, list[Taken]], num_bytes: int, *, is_dropped: bo
         )
         for name, some in taken.items()
     )
+    bar = bar if is_judged else None
     return rows, judged(f"store / best plain read, {case}", share, at_least=bar)

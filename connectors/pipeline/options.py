@@ -77,6 +77,11 @@ class PipelineOptions(Options):
             self.require_int("capacity_bytes", 1)
         self.require_int("min_free_bytes", 0)
         self.require_int("slab_bytes", 1)
+        self.require(
+            self.capacity_bytes is None or self.capacity_bytes >= self.slab_bytes,
+            f"capacity_bytes={self.capacity_bytes} is less than one file of"
+            f" slab_bytes={self.slab_bytes}: allow more, or make files smaller.",
+        )
         self.require_int("registered_bytes", 0)
         self.require_int("store_threshold", 1)
         self.require_number("read_deadline_s", 0.001, _LONGEST_S)

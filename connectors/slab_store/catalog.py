@@ -1,14 +1,16 @@
 """What lies where, in memory, for one space: kept up to date by looks at the disk.
 
-`look` and `add` are for one thread at a time, which may wait for files. Questions may come from any
-thread, the event loop included: they read dictionaries, and touch no file.
+`look` and `add` may wait for files; looks of several threads wait for each other. Questions may
+come from any thread, the event loop included: they read dictionaries, and touch no file.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -35,10 +37,16 @@ class Place(NamedTuple):
 class Catalog:
     """See the module's docstring."""
 
-    def __init__(self, folder: Path, space: Space) -> None:
+    def __init__(
+        self, folder: Path, space: Space, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         """Knows nothing yet, and touches nothing. `folder` is the space's, and may be missing."""
         self._folder = folder
         self._space = space
+        self._clock = clock
+        self.looked_s = -math.inf
+        """When the last look was begun. Any thread may read it."""
+        self._look_lock = threading.Lock()  # held while somebody looks
         self._lock = threading.Lock()  # held while the dictionaries change
         self._places: dict[bytes, Place] = {}
         self._spares: dict[bytes, list[Place]] = {}
@@ -127,11 +135,16 @@ class Catalog:
         else:
             self._spares.pop(block_hash, None)
 
-    # ---------------------------------------------------------------- looks, on one thread
+    # ---------------------------------------------------------------- looks
 
     def look(self) -> None:
-        """Take note of what others have added and removed. Blocking. Raises: `OSError` if the
-        folder cannot be read; a file that cannot is left out."""
+        """Take note of what others have added and removed. Blocking; any thread, one after the
+        other. Raises: `OSError` if the folder cannot be read; a file that cannot is left out."""
+        with self._look_lock:
+            self.looked_s = self._clock()
+            self._look()
+
+    def _look(self) -> None:
         for name, slab in list(self._slabs.items()):
             if not self._is_there(slab):
                 self._drop(name)

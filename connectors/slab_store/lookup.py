@@ -1,8 +1,8 @@
 """What is stored, for the event loop: answers from memory, looks at the disk on a lane.
 
-A look is begun by questions, when the last one is older than `refresh_s`: nothing looks while
-nobody asks, and nobody waits for a look. So what others store is found with the second question
-after that, at the latest.
+A look is begun by questions, when the last one is older than `refresh_s`, and nobody waits for
+it. While nobody asks a thread of its own looks once a second (`watch.py`), so what others have
+stored by then is found by the first question too.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Container, Iterable, Sequence
 
 from interlace.connectors.slab_store.catalog import Catalog, Place
+from interlace.connectors.slab_store.watch import Watch
 from interlace.engine.errors import LaneClosedError, LaneFullError
 from interlace.engine.ports import Gate, Lane
 
@@ -34,11 +35,13 @@ class StoredBlocks:
         *,
         refresh_s: float = 0.5,
         threshold: int = 1,
+        watch: Watch | None = None,
         clock: Callable[[], float] = time.monotonic,
         now_ns: Callable[[], int] = time.time_ns,
     ) -> None:
         """Begins the first look. `threshold`: a block is worth storing at its so manieth use.
-        `now_ns` is since the epoch."""
+        `watch`: who looks while nobody asks, until `close`. `now_ns` is since the epoch."""
+        self._watch = watch
         self._now_ns = now_ns
         self._catalog = catalog
         self._lane = lane
@@ -181,6 +184,7 @@ class StoredBlocks:
     def close(self, timeout_s: float) -> bool:
         """Look no more, and let go of the files; False if a look takes longer than `timeout_s`."""
         has_ended = self._lane.close(timeout_s)
+        has_ended &= self._watch is None or self._watch.close(timeout_s)
         if has_ended:
             self._catalog.close()
         return has_ended

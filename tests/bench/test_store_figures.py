@@ -123,16 +123,17 @@ async def test_the_choice_when_pages_are_dropped(tmp_path: Path) -> None:
 def test_the_store_s_rate_by_the_best_plain_one() -> None:
     ways = {STORE: 8.0, CHECKED: 20.0, "plain, depth 1": 5.0, "plain, depth 2": 10.0}
     taken = {name: [Taken(rate, 100)] * 3 for name, rate in ways.items()}
-    rows, (check,) = read._outcome(taken, 1000, is_dropped=False)
+    rows, (check,) = read._outcome(taken, 1000, is_dropped=False, is_judged=True)
     assert [row.figures["of the best plain"].median for row in rows] == [0.8, 2.0, 0.5, 1.0]
     assert (check.name, check.value, check.met) == ("store / best plain read, cached", 0.8, False)
-    (_, *_), (dropped,) = read._outcome(taken, 1000, is_dropped=True)
+    (_, *_), (dropped,) = read._outcome(taken, 1000, is_dropped=True, is_judged=True)
     assert dropped.name == "store / best plain read, page cache dropped"
 
 
 def test_pages_that_stay_are_told_and_nothing_is_asked() -> None:
     taken = {name: [Taken(1.0, 900)] for name in (STORE, CHECKED, "plain, depth 1")}
-    rows, checks = read._outcome(taken, 1000, is_dropped=True)
+    assert read._outcome(taken, 1000, is_dropped=False, is_judged=False)[1] == ()
+    rows, checks = read._outcome(taken, 1000, is_dropped=True, is_judged=True)
     assert all("not dropped: this file system keeps its pages" in row.case for row in rows)
     assert checks == ()
 

@@ -171,7 +171,9 @@ async def test_children_of_a_multi_connector_count_their_own(
         kv_transfer_config=KVTransferConfig(
             kv_connector="MultiConnector",
             kv_role="kv_both",
-            kv_connector_extra_config={"connectors": [child("a"), child("b", capacity_bytes=1)]},
+            kv_connector_extra_config={
+                "connectors": [child("a"), child("b", min_free_bytes=1 << 62)]
+            },
         ),
     )
     seen: list[dict[str, Any]] = []

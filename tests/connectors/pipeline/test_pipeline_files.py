@@ -289,6 +289,19 @@ async def test_at_its_second_use(tmp_path: Path) -> None:
         assert num_external(await ask(engine, PROMPT, 3)) == 10 * BLOCK_SIZE
 
 
+async def test_an_idle_engine_finds_what_another_has_stored(tmp_path: Path) -> None:
+    """With its first question: it need not have asked before."""
+    folder = tmp_path / "kv"
+    async with engine_of(folder) as idle:
+        await stored(folder)
+        tier = scheduler_of(idle)._tier
+        assert isinstance(tier, FileTier)
+        await until(lambda: len(tier._stored._catalog) >= 10)
+        done = await ask(idle, PROMPT, 3)
+        right(deep_model(), PROMPT, done)
+        assert num_external(done) == 10 * BLOCK_SIZE
+
+
 async def test_people_see_what_a_prompt_begins_with_and_how_often_it_was_loaded(
     tmp_path: Path,
 ) -> None:

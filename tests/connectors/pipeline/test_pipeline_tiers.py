@@ -210,3 +210,10 @@ def test_the_check_passes(tmp_path: Path) -> None:
     report = check_connector("PipelineConnector", extra_config=extra, quick=True)
     report.raise_if_failed()
     assert report.result("failures-exact").verdict == "ok", "files can be damaged"
+
+
+def test_a_capacity_holds_one_file_at_least() -> None:
+    for capacity, slab in ((1 << 16, 1 << 16), (None, 1 << 40)):
+        PipelineOptions(store="file", path="kv", capacity_bytes=capacity, slab_bytes=slab)
+    with pytest.raises(ConfigError, match=r"less than one file of slab_bytes=65536: allow more"):
+        PipelineOptions(store="file", path="kv", capacity_bytes=65535, slab_bytes=65536)
