@@ -118,10 +118,10 @@ def _columns(rows: Sequence[Sequence[str]]) -> Iterator[str]:
 def listing_fields(listing: Listing, words: Words) -> dict[str, Any]:
     """`ls`, for `print_json`: with the words that prefixes begin with, None where they cannot be
     told."""
-    prefixes = [
-        {**dataclasses.asdict(one), "first_words": words.of(one)} for one in listing.prefixes
-    ]
-    return {**dataclasses.asdict(listing), "prefixes": prefixes}
+    fields = dataclasses.asdict(listing)
+    for prefix, one in zip(fields["prefixes"], listing.prefixes, strict=True):
+        prefix["first_words"] = words.of(one)
+    return fields
 
 
 def listing_lines(listing: Listing, now_ns: int, words: Words) -> Iterator[str]:

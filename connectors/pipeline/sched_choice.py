@@ -11,6 +11,7 @@ from interlace.connectors.pipeline.messages import PipelineReport
 from interlace.connectors.pipeline.options import LoadMode
 from interlace.connectors.pipeline.rates import Forecast, LoadRate, StepTimes, Way, choose_way
 from interlace.connectors.pipeline.sched_split import balance
+from interlace.connectors.pipeline.sched_tier import Stored
 
 
 class Sizes(NamedTuple):
@@ -33,13 +34,12 @@ class Loading(NamedTuple):
 
 
 class Hit(NamedTuple):
-    """What is stored of a request, in blocks, and what else is to be computed, in tokens."""
+    """What is stored of a request, and what else is to be computed."""
 
     first: int
     """Blocks before it, cached on the device."""
-    num_blocks: int
-    num_fetched: int
-    """Of these, what has to be read first."""
+    stored: Stored
+    """At least one block."""
     num_rest: int
     """Tokens behind it."""
 
@@ -94,25 +94,26 @@ class WayChooser:
 
     def choose(self, hit: Hit, traffic: Traffic) -> Choice:
         """How what is stored is to come."""
-        block_size, end = self._sizes.block_size, hit.first + hit.num_blocks
-        num_local, num_loaded = hit.first * block_size, hit.num_blocks * block_size
+        block_size, num_blocks = self._sizes.block_size, hit.stored.num_blocks
+        end = hit.first + num_blocks
+        num_local, num_loaded = hit.first * block_size, num_blocks * block_size
         num_first = min(hit.num_rest + traffic.num_running, self._sizes.max_step_tokens)
-        loading = Loading(traffic.beside_bytes_ahead, hit.num_fetched / hit.num_blocks)
+        loading = Loading(traffic.beside_bytes_ahead, hit.stored.fetched_share)
         floor, hybrid_s = self._split(hit.first, end, loading)
         forecast = self.last_forecast = Forecast(
             load_s=self.load_rate.seconds(
-                traffic.step_bytes_ahead + hit.num_blocks * self._sizes.record_bytes
+                traffic.step_bytes_ahead + num_blocks * self._sizes.record_bytes
             ),
-            bulk_load_s=self.loading_s(hit.num_blocks, loading),
+            bulk_load_s=self.loading_s(num_blocks, loading),
             hybrid_s=hybrid_s,
             recompute_s=self.step_times.seconds(num_loaded + hit.num_rest, num_local),
             rest_s=self.step_times.seconds(hit.num_rest, num_local + num_loaded),
             first_step_s=self.step_times.seconds(num_first, num_local + num_loaded),
             num_running=traffic.num_running,
-            may_load_within=hit.num_fetched == 0,
+            may_load_within=hit.stored.num_fetched == 0,
         )
         way = choose_way(self.load_mode, forecast, self._max_stall_s)
-        if way is Way.HYBRID and hit.num_blocks == 1:
+        if way is Way.HYBRID and num_blocks == 1:
             way = Way.BULK  # there is nothing to split
         return Choice(way, min(max(floor, hit.first + 1), end - 1))
 

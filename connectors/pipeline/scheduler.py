@@ -152,7 +152,7 @@ class PipelineScheduler:
         offer = _Offer(num_computed_tokens, None)
         if end > first:
             num_rest = request.num_tokens - end * self._block_size
-            hit = Hit(first, stored.num_blocks, stored.num_fetched, num_rest)
+            hit = Hit(first, stored, num_rest)
             choice = self.chooser.choose(hit, self._traffic())
             offer = _Offer(num_computed_tokens, *choice, stored.at_hand, stored.fetched_share)
         self._offers[request.request_id] = offer

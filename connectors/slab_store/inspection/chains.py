@@ -33,12 +33,11 @@ def list_prefixes(found: Survey, most: int | None = None) -> Listing:
     """Follow chains from blocks without a parent; `most`: how many are listed. Pure."""
     prefixes: list[Prefix] = []
     num_prefixes = num_lost = 0
-    for slabs in by_folder(found.slabs).values():
+    for folder, slabs in by_folder(found.slabs).items():
         chains = Chains(slabs)
         num_prefixes += len(chains.first)
         num_lost += chains.num_lost
-        folder_hits = found.hits.get(slabs[0].file.path.parent.name, {})
-        prefixes += _prefixes(slabs, chains, folder_hits, most)
+        prefixes += _prefixes(slabs, chains, found.hits.get(folder, {}), most)
         prefixes.sort(key=lambda prefix: (-prefix.used_ns, prefix.first_hash))
         prefixes = prefixes[:most]
     return Listing(prefixes=tuple(prefixes), num_prefixes=num_prefixes, num_lost_blocks=num_lost)
