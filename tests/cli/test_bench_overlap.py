@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from bench_kit import tiny_dummy
 from typer.testing import CliRunner
 
 from interlace.bench.overlap import session
@@ -15,22 +16,10 @@ from interlace.bench.overlap.rig import Outcome, Rig
 from interlace.cli import bench
 from interlace.engine.errors import InterlaceError
 
-CONFIG = {
-    "architectures": ["LlamaForCausalLM"],
-    "num_hidden_layers": 2,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 500,
-    "max_position_embeddings": 512,
-}
-
 
 @pytest.fixture
 def model(tmp_path: Path) -> str:
-    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
-    return f"dummy:{tmp_path}/config.json"
+    return tiny_dummy(tmp_path)
 
 
 def test_a_part_that_does_not_exist_is_refused_before_a_model_is_looked_for() -> None:

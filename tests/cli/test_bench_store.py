@@ -6,28 +6,17 @@ import json
 from pathlib import Path
 
 import pytest
+from bench_kit import tiny_dummy
 from typer.testing import CliRunner
 
 from interlace.bench.store import session
 from interlace.bench.store.rig import StoreSizes
 from interlace.cli import bench
 
-CONFIG = {
-    "architectures": ["LlamaForCausalLM"],
-    "num_hidden_layers": 2,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 500,
-    "max_position_embeddings": 512,
-}
-
 
 @pytest.fixture
 def model(tmp_path: Path) -> str:
-    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
-    return f"dummy:{tmp_path}/config.json"
+    return tiny_dummy(tmp_path)
 
 
 def test_help_names_the_parts() -> None:

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from bench_kit import tiny_dummy
 from step_trace_kit import a_trace, facts, steady_marks
 from typer.testing import CliRunner
 
@@ -16,17 +17,6 @@ from interlace.bench.step_trace.text import lines
 from interlace.bench.step_trace.trace import HybridTrace
 from interlace.cli.app import app
 from interlace.engine.errors import ConfigError
-
-CONFIG = {
-    "architectures": ["LlamaForCausalLM"],
-    "num_hidden_layers": 2,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 500,
-    "max_position_embeddings": 256,
-}
 
 
 def run(*args: str) -> tuple[int, str, str]:
@@ -97,11 +87,10 @@ def test_a_picture_that_cannot_be_written(option: str, file: Path, tmp_path: Pat
 
 
 def test_a_step_is_recorded(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     target = tmp_path / "step.json"
     options = ["--device", "cpu", "--prompt-tokens", "64", "--new", "8", "--repeats", "1"]
     code, out, err = run(
-        "bench", "timeline", "--model", f"dummy:{tmp_path}/config.json", *options,
+        "bench", "timeline", "--model", tiny_dummy(tmp_path), *options,
         "--group-size", "1", "--trace", str(target), "--json", "-",
     )  # fmt: skip
     assert code == 0, out + err
@@ -114,11 +103,10 @@ def test_a_step_is_recorded(tmp_path: Path) -> None:
 
 
 def test_a_prompt_from_both_ends_is_recorded_and_shown(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     target = tmp_path / "both.json"
     options = ["--device", "cpu", "--prompt-tokens", "128", "--new", "8", "--repeats", "1"]
     code, out, err = run(
-        "bench", "timeline", "--model", f"dummy:{tmp_path}/config.json", *options,
+        "bench", "timeline", "--model", tiny_dummy(tmp_path), *options,
         "--load-mode", "hybrid", "--trace", str(target), "--json", "-",
     )  # fmt: skip
     assert code == 0, out + err

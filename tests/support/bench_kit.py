@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Awaitable, Callable, Iterator, Sequence
+from pathlib import Path
 
 from interlace.bench.apparatus import Bench, Tracer, Yardstick
 from interlace.bench.bars import NO_BARS, Bars
@@ -28,6 +30,23 @@ TINY = Architecture(
     rms_eps=1e-5,
     max_position=64,
 )
+
+
+def tiny_dummy(folder: Path) -> str:
+    """Writes a small model's config.json there; what `--model` takes for it."""
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "num_hidden_layers": 2,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 500,
+        "max_position_embeddings": 512,
+    }
+    file = folder / "config.json"
+    file.write_text(json.dumps(config))
+    return f"dummy:{file}"
 
 
 class CountingProgress:

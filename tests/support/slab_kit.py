@@ -6,7 +6,8 @@ import contextlib
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -37,6 +38,14 @@ PITCH = 4096
 """Of a record on the disk."""
 SLAB_BYTES = 8192 + 4096 + 3 * (PITCH + 128)
 """Three records."""
+
+
+def until(is_so: Callable[[], bool], pause_s: float = 0.0002) -> None:
+    """Ask again and again, without an event loop; fails if it never is."""
+    until_s = time.monotonic() + PATIENCE_S
+    while not is_so():
+        assert time.monotonic() < until_s
+        time.sleep(pause_s)
 
 
 def block_hash(number: int) -> bytes:

@@ -22,6 +22,7 @@ from slab_kit import (
     block_hash,
     header,
     record,
+    until,
 )
 
 from interlace.connectors.slab_store import slab as slab_module
@@ -43,10 +44,7 @@ Buffer = np.ndarray[tuple[int], np.dtype[np.uint8]]
 
 def settled(*reads: Read, pause_s: float = 0.0002) -> None:
     """Wait for them, without asking who reads."""
-    until_s = time.monotonic() + PATIENCE_S
-    while not all(one.is_settled for one in reads):
-        assert time.monotonic() < until_s
-        time.sleep(pause_s)
+    until(lambda: all(one.is_settled for one in reads), pause_s)
 
 
 class Stored:
@@ -328,13 +326,6 @@ class HeldReads(Reads):
         for event in [self.shelf.held[i] for i in records if i in self.shelf.held]:
             assert event.wait(PATIENCE_S)
         super()._read(run)
-
-
-def until(is_so: Callable[[], bool]) -> None:
-    until_s = time.monotonic() + PATIENCE_S
-    while not is_so():
-        assert time.monotonic() < until_s
-        time.sleep(0.0002)
 
 
 @pytest.mark.parametrize("checks", [True, False])

@@ -4,23 +4,15 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from slab_kit import PATIENCE_S, SPACE, folder_in, found, write_slab
+from slab_kit import PATIENCE_S, SPACE, folder_in, found, until, write_slab
 
 from interlace.connectors.slab_store.catalog import Catalog
 from interlace.connectors.slab_store.watch import Watch
 
 EVERY_S = 0.002
-
-
-def until(is_so: Callable[[], bool]) -> None:
-    until_s = time.monotonic() + PATIENCE_S
-    while not is_so():
-        assert time.monotonic() < until_s
-        time.sleep(0.001)
 
 
 def test_what_comes_and_goes_is_seen(tmp_path: Path) -> None:
