@@ -24,8 +24,8 @@ from interlace.bench.spread import Spread
 from interlace.bench.work_size import WorkSize
 from interlace.engine.errors import ConfigError
 from interlace.layers.kernels import pointwise
-from interlace.layers.kernels.attention_plan import plan_attention
-from interlace.layers.kernels.gathered_attention import GatheredChunk, GatherWorkspace
+from interlace.layers.kernels.attention_plan import GATHERED_TOKENS, plan_attention
+from interlace.layers.kernels.gathered_attention import GatheredKeys, KeyRoom, place_keys
 from interlace.layers.kernels.matvec import matvec
 from interlace.layers.kernels.paged_attention import paged_attention, schedule_decode
 from interlace.layers.kernels.rope_write import rope_and_write
@@ -36,6 +36,8 @@ BLOCK_SIZE = 16
 COLD_BYTES = 400_000_000
 """Data that a measurement goes through before it comes back to the same: several L2 caches."""
 REPEATS = 7
+_CHUNKS = ((16, 8192), (128, 8192), (528, 8192), (688, 8192), (1984, 8192), (8192, 0))
+"""New tokens, tokens before."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -89,17 +91,6 @@ def seconds(calls: Sequence[Callable[[], object]]) -> Spread:
     return _timed(graph.replay, len(calls))
 
 
-def eager_seconds(call: Callable[[], object], times: int = 10) -> Spread:
-    """Device time of one call that cannot be captured, when many are queued behind each other."""
-    call()
-
-    def several() -> None:
-        for _ in range(times):
-            call()
-
-    return _timed(several, times)
-
-
 def _timed(run: Callable[[], object], calls: int) -> Spread:
     times = []
     for _ in range(REPEATS):
@@ -148,7 +139,7 @@ class _Requests:
             4 * num_heads * HEAD_DIM * new * (before + (new + 1) / 2) for before, new in spans
         )
 
-    def attend(self, max_query_len: int) -> list[Callable[[], object]]:
+    def attend(self, max_query_len: int, *, may_gather: bool = False) -> list[Callable[[], object]]:
         """A call for each layer."""
         plan = plan_attention(
             num_tokens=len(self.q),
@@ -160,6 +151,7 @@ class _Requests:
             head_dim=HEAD_DIM,
             dtype=DTYPE,
             num_sms=torch.cuda.get_device_properties(0).multi_processor_count,
+            may_gather=may_gather,
         )
         out = torch.empty_like(self.q)
         workspace = torch.empty(plan.workspace_numel, device="cuda")
@@ -176,8 +168,20 @@ class _Requests:
             out=out,
             workspace=workspace,
             schedule=schedule,
+            gathered=self._gathered() if plan.is_gathered else None,
         )
         return [partial(attend, self.q, pages) for pages in self.pages]
+
+    def _gathered(self) -> GatheredKeys:
+        room = KeyRoom.allocate(
+            capacity=16384,
+            num_kv_heads=self.pages[0].shape[3],
+            head_dim=HEAD_DIM,
+            dtype=DTYPE,
+            device=self.q.device,
+        )
+        starts = place_keys(self.lengths, self.starts, out=torch.empty_like(self.starts))
+        return GatheredKeys(room, starts)
 
 
 def decode_rows(limits: Limits) -> Iterator[Row]:
@@ -201,31 +205,16 @@ def decode_rows(limits: Limits) -> Iterator[Row]:
 
 
 def chunk_rows(limits: Limits) -> Iterator[Row]:
-    """A chunk of new tokens behind a cached context: our kernel, and gathered for the library."""
+    """A chunk of new tokens behind a cached context: by pages, and by gathered keys."""
     for heads in ((32, 8), (16, 8)):
-        for new, context in ((16, 8192), (128, 8192), (688, 8192), (1984, 8192), (8192, 0)):
+        for new, context in _CHUNKS:
             step = _Requests(*heads, [(context, new)])
             shape = f"{heads[0]}/{heads[1]} heads, {new} after {context}"
             row = partial(limit_row, limits, shape=shape, num_bytes=step.kv_bytes, flops=step.flops)
             yield row("attention, chunk", taken=seconds(step.attend(new)))
-            if new >= 512:
-                yield row("attention, gathered", taken=_gathered(step, new))
-
-
-def _gathered(step: _Requests, new: int) -> Spread:
-    length = int(step.lengths[0])
-    workspace = GatherWorkspace.allocate(
-        max_new=new,
-        max_len=length,
-        num_heads=step.q.shape[1],
-        num_kv_heads=step.pages[0].shape[3],
-        head_dim=HEAD_DIM,
-        dtype=DTYPE,
-        device=step.q.device,
-    )
-    scale, out = HEAD_DIM**-0.5, torch.empty_like(step.q)
-    chunk = GatheredChunk(new, length, step.table[0], workspace, scale=scale)
-    return eager_seconds(partial(chunk.attend, step.q, step.pages[0], out))
+            if new >= GATHERED_TOKENS:
+                taken = seconds(step.attend(new, may_gather=True))
+                yield row("attention, gathered", taken=taken)
 
 
 def fused_rows(limits: Limits) -> Iterator[Row]:

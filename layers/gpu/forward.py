@@ -8,7 +8,7 @@ waits, and whatever is allocated can come from a graph's own pool.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -17,12 +17,12 @@ from torch.nn import functional
 
 from interlace.layers.attention import SequenceChunk
 from interlace.layers.decoder import Decoder, DecoderLayer
-from interlace.layers.gpu.inputs import StepInputs
-from interlace.layers.gpu.long_chunks import LongChunk, LongChunks
+from interlace.layers.gpu.inputs import StepInputs, StepSize
 from interlace.layers.gpu.room import StepRoom
 from interlace.layers.gpu.tables import BlockTables
 from interlace.layers.kernels import (
     attention_plan,
+    gathered_attention,
     greedy,
     matvec,
     paged_attention,
@@ -30,6 +30,7 @@ from interlace.layers.kernels import (
     rope_write,
 )
 from interlace.layers.kernels.attention_plan import AttentionPlan
+from interlace.layers.kernels.gathered_attention import GatheredKeys, KeyRoom
 from interlace.layers.kv_hooks import LayerHooks
 from interlace.layers.kv_pages import KVPages
 
@@ -79,8 +80,8 @@ class Attention(NamedTuple):
     block_table: Tensor
     schedule: Tensor
     workspace: Tensor
-    long_chunks: tuple[LongChunk, ...]
-    """Requests for which the matrix library attends; the plan leaves them out."""
+    gathered: GatheredKeys | None
+    """Where keys are gathered, if the plan does."""
 
 
 class FusedDecoder:
@@ -91,12 +92,13 @@ class FusedDecoder:
         decoder: Decoder,
         pages: KVPages,
         tables: BlockTables,
-        long_chunks: LongChunks,
+        key_room: KeyRoom | None,
         num_sms: int,
     ) -> None:
-        """`num_sms`: multiprocessors of the device."""
+        """`key_room`: where the keys of long chunks are gathered, if they are. `num_sms`:
+        multiprocessors of the device."""
         self._decoder = decoder
-        self._long_chunks = long_chunks
+        self._key_room = key_room
         self._architecture = decoder.architecture
         self._pages = pages
         self._tables = tables
@@ -143,25 +145,18 @@ class FusedDecoder:
     ) -> Attention:
         """Fix the attentions of a step: their plan depends on sizes and bounds alone.
 
-        For a step that is not captured `chunks` says what its requests compute: then long ones can
-        be left to the matrix library, and a pass with nothing to do is left out.
+        For a step that is not captured `chunks` says what its requests compute: then a pass with
+        nothing to do is left out, and keys are gathered only if they fit. Of a captured one that
+        `gathers` it is promised that they do, see `can_gather`.
         """
         columns = -(-bounds.max_seq_len // self._pages.block_size)
         block_table = self._tables.tables[:, :columns].index_select(0, inputs.rows)
         counts = [chunk.end - chunk.start for chunk in chunks]
-        long_chunks = self._long_chunks.of(chunks, block_table)
-        a = self._architecture
-        plan = attention_plan.plan_attention(
-            num_tokens=len(inputs.token_ids),
-            num_requests=len(inputs.rows),
-            max_query_len=1 if long_chunks else bounds.max_query_len,
-            max_seq_len=bounds.max_seq_len,
+        plan = self.plan(
+            StepSize(len(inputs.token_ids), len(inputs.rows)),
+            bounds,
             has_decodes=not chunks or 1 in counts,
-            num_heads=a.num_heads,
-            num_kv_heads=a.num_kv_heads,
-            head_dim=a.head_dim,
-            dtype=self._decoder.dtype,
-            num_sms=self._num_sms,
+            may_gather=self.can_gather(c.end for c in chunks if c.end - c.start > 1),
         )
         device = inputs.rows.device
         schedule = torch.empty(plan.schedule_shape, dtype=torch.int32, device=device)
@@ -170,7 +165,35 @@ class FusedDecoder:
                 inputs.seq_lens, inputs.query_start_loc, plan=plan, out=schedule
             )
         workspace = torch.empty(plan.workspace_numel, dtype=torch.float32, device=device)
-        return Attention(inputs, plan, block_table, schedule, workspace, long_chunks)
+        gathered = None
+        if plan.is_gathered and self._key_room is not None:
+            starts = torch.empty_like(inputs.query_start_loc)
+            gathered_attention.place_keys(inputs.seq_lens, inputs.query_start_loc, out=starts)
+            gathered = GatheredKeys(self._key_room, starts)
+        return Attention(inputs, plan, block_table, schedule, workspace, gathered)
+
+    def plan(
+        self, size: StepSize, bounds: Bounds, *, has_decodes: bool = True, may_gather: bool = True
+    ) -> AttentionPlan:
+        """What the attentions of a step of this size run. See `plan_attention`."""
+        a = self._architecture
+        return attention_plan.plan_attention(
+            num_tokens=size.num_tokens,
+            num_requests=size.num_requests,
+            max_query_len=bounds.max_query_len,
+            max_seq_len=bounds.max_seq_len,
+            num_heads=a.num_heads,
+            num_kv_heads=a.num_kv_heads,
+            head_dim=a.head_dim,
+            dtype=self._decoder.dtype,
+            num_sms=self._num_sms,
+            has_decodes=has_decodes,
+            may_gather=may_gather and self._key_room is not None,
+        )
+
+    def can_gather(self, lengths: Iterable[int]) -> bool:
+        """Whether there is room for the keys of requests of these lengths."""
+        return self._key_room is not None and self._key_room.holds(lengths)
 
     def first(
         self,
@@ -214,12 +237,11 @@ class FusedDecoder:
                 inputs.query_start_loc,
                 plan=attention.plan,
                 schedule=attention.schedule,
+                gathered=attention.gathered,
                 scale=self._architecture.head_dim**-0.5,
                 out=attended,
                 workspace=attention.workspace,
             )
-        for chunk in attention.long_chunks:
-            self._long_chunks.attend(index, q, chunk, attended)
         return attended.view(len(attended), -1)
 
     def between(

@@ -72,6 +72,11 @@ class Captured(Protocol):
         """To which inputs have to be padded."""
         ...
 
+    @property
+    def gathers(self) -> bool:
+        """Whether it stands for steps alone whose keys can be gathered."""
+        ...
+
     def replay(self, step: StepToReplay) -> Answer:
         """Queue a step: what comes out for all requests, padded; valid until the next replay."""
         ...
@@ -84,6 +89,7 @@ class _Full:
     gated: torch.cuda.CUDAGraph | None
     """The same, waiting for the layer gates; None if there are none."""
     answer: Answer
+    gathers: bool
 
     @property
     def runtime_mode(self) -> GraphMode:
@@ -111,6 +117,10 @@ class _Pieces:
     @property
     def runtime_mode(self) -> GraphMode:
         return GraphMode.PIECEWISE
+
+    @property
+    def gathers(self) -> bool:
+        return False  # its attentions are planned step by step
 
     def replay(self, step: StepToReplay) -> Answer:
         self.graphs[0].replay()  # first: the device shall not wait for the host's preparations
@@ -214,15 +224,16 @@ class GraphPool:
         self._decode, self._mixed, self._pieces, self._chunks = (_Shelf() for _ in range(4))
         self._room = None
 
-    def find(self, size: StepSize, *, is_decode: bool) -> Captured | None:
+    def find(self, size: StepSize, *, is_decode: bool, can_gather: bool = True) -> Captured | None:
         """What can stand for a step of this size.
 
-        `is_decode`: each of its requests has one token.
+        `is_decode`: each of its requests has one token. `can_gather`: whether the keys of the
+        others can be gathered.
         """
         kinds = (self._mixed, self._pieces, self._chunks)
         for shelf in (self._decode, *kinds) if is_decode else kinds:
             captured = shelf.find(size)
-            if captured is not None:
+            if captured is not None and (can_gather or not captured.gathers):
                 return captured
         return None
 
@@ -240,8 +251,12 @@ class GraphPool:
         bounds = Bounds(max_query_len, self._max_seq_len)
         wanted, room = Wanted(inputs.last_tokens, inputs.rows), self._room_of(size)
 
+        gathers = False
+
         def work(hooks: LayerHooks | None = None) -> Answer | None:
+            nonlocal gathers
             attention = self._forward.attention(inputs, bounds)
+            gathers = attention.plan.is_gathered
             return self._forward.forward(inputs, attention, wanted, hooks, room=room)
 
         graph, answer = self._graph(work)
@@ -250,7 +265,7 @@ class GraphPool:
             waits = LayerHooks(wait=self._gates.wait_here, save=lambda layer: None)
             gated, _ = self._graph(lambda: work(waits), is_new=False)
         assert answer is not None, "a step has requests"
-        return _Full(size, graph, gated, answer)
+        return _Full(size, graph, gated, answer, gathers)
 
     def _room_of(self, size: StepSize) -> StepRoom:
         assert self._room is not None, "made before the first capture"

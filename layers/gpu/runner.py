@@ -25,7 +25,6 @@ from interlace.layers.decoder import Decoder
 from interlace.layers.gpu.forward import Answer, Bounds, FusedDecoder, Wanted
 from interlace.layers.gpu.graphs import LOWER_WHAT, Captured, GraphPool, GraphSizes, StepToReplay
 from interlace.layers.gpu.inputs import BatchItem, InputBuffer, StepInputs, StepSize
-from interlace.layers.gpu.long_chunks import LongChunks
 from interlace.layers.gpu.room import StepRoom
 from interlace.layers.gpu.sampling import (
     EndedStep,
@@ -34,11 +33,13 @@ from interlace.layers.gpu.sampling import (
     StepEnd,
     WantedToken,
 )
-from interlace.layers.gpu.steps import Step, metadata
+from interlace.layers.gpu.steps import Step, chunk_lengths, metadata
 from interlace.layers.gpu.tables import BlockTables
 from interlace.layers.gpu.uploads import Uploads
 from interlace.layers.graph_mode import GraphMode
 from interlace.layers.hidden_states import StateRoom
+from interlace.layers.kernels.attention_plan import KEY_GRAIN, AttentionPlan, gathers
+from interlace.layers.kernels.gathered_attention import KeyRoom
 from interlace.layers.kv_pages import KVPages
 from interlace.layers.lazily import Lazily
 from interlace.layers.request_sampling import sample_requests
@@ -47,6 +48,9 @@ from interlace.layers.workers import Workers
 
 ADVANCE_PAUSE_S = 0.0002
 """Between two looks at what goes on beside the steps: the event loop needs the interpreter."""
+_GATHERED_KEYS = 65_536
+"""Of several long chunks in one step there is room for so many, and for one chunk of any length."""
+_GATHERED_REQUESTS = 16
 
 
 class GpuRunner:
@@ -82,8 +86,8 @@ class GpuRunner:
         columns = -(-decoder.max_model_len // pages.block_size)
         self._uploads = Uploads(decoder.device)
         self._tables = BlockTables(max_num_seqs, columns, decoder.device)
-        self._long_chunks = LongChunks(decoder, pages, num_sms, max_num_batched_tokens)
-        self._forward = FusedDecoder(decoder, pages, self._tables, self._long_chunks, num_sms)
+        key_room = _key_room(decoder, max_num_batched_tokens)
+        self._forward = FusedDecoder(decoder, pages, self._tables, key_room, num_sms)
         self._largest = StepSize(max_num_batched_tokens, max_num_seqs)
         # Enough for one long prompt whose blocks are all new to the device, and what runs beside.
         self._inputs = InputBuffer(self._largest, 2 * columns + 4 * max_num_seqs, decoder.device)
@@ -116,7 +120,6 @@ class GpuRunner:
             self._graphs.capture(mode, sizes, progress)
             try:
                 self._compile_attention(progress)
-                self._long_chunks.prepare(progress)
             except torch.OutOfMemoryError as error:
                 raise ConfigError(
                     f"no GPU memory is left to prepare attention: {LOWER_WHAT}."
@@ -127,9 +130,11 @@ class GpuRunner:
         compiler."""
         decoder, longest = self._decoder, self._decoder.max_model_len
         most = min(self._largest.num_tokens, longest)
+        plans = ((count, self._plan_alone(count)) for count in range(most, 1, -16))
+        kinds = {(plan.chunk, plan.chunk_splits > 1): count for count, plan in plans}
         shapes = [
             (count, max(count, length))
-            for count in (2**i for i in range(1, most.bit_length()))
+            for count in sorted({*(2**i for i in range(1, most.bit_length())), *kinds.values()})
             for length in sorted({min(128, longest), longest})
         ]
         with progress.task("compiling attention", len(shapes)) as advance:
@@ -142,6 +147,11 @@ class GpuRunner:
                 )
                 self._forward.attend(attention, 0, qkv)
                 advance(1)
+
+    def _plan_alone(self, count: int) -> AttentionPlan:
+        """For a request that computes so many tokens, the last of a long context."""
+        bounds = Bounds(count, self._decoder.max_model_len)
+        return self._forward.plan(StepSize(count, 1), bounds, has_decodes=False)
 
     @torch.inference_mode()
     def run_padding(self) -> None:
@@ -216,7 +226,12 @@ class GpuRunner:
         """What the step comes to, and for whom."""
         counts = output.num_scheduled_tokens.values()
         size = StepSize(sum(counts), len(counts))
-        captured = self._graphs.find(size, is_decode=max(counts) == 1)
+        is_decode = max(counts) == 1
+        captured = self._graphs.find(
+            size,
+            is_decode=is_decode,
+            can_gather=is_decode or self._forward.can_gather(chunk_lengths(output)),
+        )
         padded = size if captured is None else captured.size
         made = Lazily(functools.partial(self._prepare, output, padded))
         if not output.loading_block_ids:
@@ -365,3 +380,19 @@ class GpuRunner:
             torch.cuda.synchronize()  # tokens on their way need what they are copied to
         self._pending.clear()
         self._graphs.close()
+
+
+def _key_room(decoder: Decoder, max_num_batched_tokens: int) -> KeyRoom | None:
+    """Where the keys of long chunks are gathered; None if no step has any."""
+    a, longest = decoder.architecture, decoder.max_model_len
+    group = a.num_heads // a.num_kv_heads
+    most = min(max_num_batched_tokens, longest)
+    if not gathers(a.head_dim, group, most, decoder.dtype):
+        return None
+    return KeyRoom.allocate(
+        capacity=max(longest, min(2 * longest, _GATHERED_KEYS)) + _GATHERED_REQUESTS * KEY_GRAIN,
+        num_kv_heads=a.num_kv_heads,
+        head_dim=a.head_dim,
+        dtype=decoder.dtype,
+        device=decoder.device,
+    )

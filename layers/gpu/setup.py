@@ -24,7 +24,12 @@ from interlace.layers.kv_memory import PageShape
 from interlace.layers.kv_pages import KVPages
 
 _DECODE_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
-_MIXED_SIZES = (16, 32, 64, 128, 192, 256, 320, 384, 448, 512)
+_MIXED_SIZES = (
+    *(16, 32),
+    *range(64, 768, 64),
+    *range(768, 1024, 128),
+    *range(1024, 2048 + 1, 256),
+)
 _CHUNK_SIZES = (
     *range(640, 1024, 128),
     *range(1024, 2048, 256),

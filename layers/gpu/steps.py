@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
+from interlace.engine.scheduler_output import SchedulerOutput
 from interlace.layers.attention import SequenceChunk
 from interlace.layers.forward_context import TritonAttentionMetadata
 from interlace.layers.gpu.forward import Bounds
@@ -23,6 +24,14 @@ class Step(NamedTuple):
     bounds: Bounds
     inputs: StepInputs
     """Maybe padded."""
+
+
+def chunk_lengths(output: SchedulerOutput) -> Iterator[int]:
+    """Tokens, at the end of the step, of each request that computes several."""
+    counts, cached = output.num_scheduled_tokens, output.scheduled_cached_reqs
+    computed = [(new.req_id, new.num_computed_tokens) for new in output.scheduled_new_reqs]
+    computed += zip(cached.req_ids, cached.num_computed_tokens, strict=True)
+    return (start + counts[req_id] for req_id, start in computed if counts[req_id] > 1)
 
 
 def metadata(

@@ -72,6 +72,75 @@ def attend_tile(
 
 
 @jit()
+def attend_tile_of_all(
+    acc: Tile,
+    peak: Tile,
+    total: Tile,
+    q: Tile,
+    position: Tile,
+    key_start: Scalar,
+    end: Scalar,
+    scale: Scalar,
+    keys_at: Pointer,
+    values_at: Pointer,
+    span: Scalar,
+    keys: constexpr,
+    masked: constexpr,
+    precision: constexpr,
+) -> tuple[Tile, Tile, Tile]:
+    """As `attend_tile`, of contiguous keys, row `span` of the matrices being the first, and with
+    `peak` before `scale`, which is folded into the exponents."""
+    k = keys_at.load([span + key_start, 0])
+    v = values_at.load([span + key_start, 0])
+    scores = tl.dot(q, k.T, input_precision=precision)
+    if masked:
+        key = key_start + tl.arange(0, keys)
+        seen = (key < end)[None, :] & (key[None, :] <= position[:, None])
+        scores = tl.where(seen, scores, float("-inf"))
+    new_peak = tl.maximum(peak, tl.max(scores, 1))
+    shift = new_peak
+    if masked:  # a row that has seen nothing yet
+        shift = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+    weights = tl.exp2(scores * scale - (shift * scale)[:, None])
+    shrink = tl.exp2((peak - shift) * scale)
+    total = total * shrink + tl.sum(weights, 1)
+    acc = acc * shrink[:, None]
+    acc = tl.dot(weights.to(v.dtype), v, acc, input_precision=precision)
+    return acc, new_peak, total
+
+
+@jit()
+def stored_tile(
+    answer: Tile,
+    log_weight: Tile,
+    out: Pointer,
+    partial: Pointer,
+    weight: Pointer,
+    at: Tile,
+    head: Tile,
+    split: Scalar,
+    splits: Scalar,
+    is_whole: Scalar,
+    num_heads: Scalar,
+    real: Tile,
+    mask: Tile,
+    dim: Tile,
+    out_token_stride: Scalar,
+    out_head_stride: Scalar,
+    head_dim: constexpr,
+) -> None:
+    """Store the rows of one program: tokens `at` of the batch, one head each. If it is not whole,
+    since other programs have keys of the same rows, as a part that is joined with theirs."""
+    if is_whole:
+        out_at = out + at * out_token_stride + head * out_head_stride
+        tl.store(out_at[:, None] + dim[None, :], answer.to(out.dtype.element_ty), mask=mask)
+    else:
+        at_partial = (at * num_heads + head) * splits + split
+        tl.store(partial + at_partial[:, None] * head_dim + dim[None, :], answer, mask=mask)
+        tl.store(weight + at_partial, log_weight, mask=real)
+
+
+@jit()
 def finished(acc: Tile, peak: Tile, total: Tile) -> tuple[Tile, Tile]:
     """The rows' answers, and log2 of the weight of each. Rows that saw nothing: 0, -inf."""
     total = tl.where(total > 0, total, 1.0)

@@ -13,6 +13,11 @@ HEAD_SIZES = (64, 80, 96, 128, 256)
 MAX_SHARES = 64
 MAX_SPLITS = 16
 MANY_REQUESTS = 24
+KEY_GRAIN = 128
+"""Gathered keys of a request lie in whole multiples of this."""
+GATHERED_TOKENS = 192
+"""New tokens of a request from which its keys are gathered: fewer are computed sooner than that.
+"""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -25,6 +30,13 @@ class Tiles:
     """Keys loaded at a time, a power of two of at least 16."""
     num_warps: int
     num_stages: int
+    per_sm: int = 1
+    """Programs that a multiprocessor holds at a time."""
+
+
+LARGE_TILES = Tiles(128, KEY_GRAIN, num_warps=8, num_stages=3)
+"""Of chunks with gathered keys."""
+SMALL_TILES = Tiles(64, 64, num_warps=4, num_stages=3, per_sm=2)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -49,6 +61,8 @@ class AttentionPlan:
     max_shares: int
     """Shares of one request at most, a power of two; 1: no request's keys are shared."""
     chunk: Tiles
+    is_gathered: bool
+    """Whether the second pass reads gathered keys, and not pages."""
     chunk_splits: int
     """Programs that share the keys of a tile of query tokens. 0: no request has more than one new
     token, and the pass is left out."""
@@ -109,12 +123,14 @@ def plan_attention(
     dtype: torch.dtype,
     num_sms: int,
     has_decodes: bool = True,
+    may_gather: bool = False,
 ) -> AttentionPlan:
     """Choose tiles and shares.
 
     `max_query_len` and `max_seq_len` are bounds on the new tokens and on all tokens of any request,
     whatever is replayed; `num_sms` is the device's number of multiprocessors.
-    `has_decodes`: whether any request may have exactly one new token.
+    `has_decodes`: whether any request may have exactly one new token. `may_gather`: whether there
+    is room for the keys of those with more, see `KeyRoom`.
     """
     group = num_heads // num_kv_heads
     assert group * num_kv_heads == num_heads, "query heads are dealt out evenly to KV heads"
@@ -130,8 +146,11 @@ def plan_attention(
         decode_items=num_requests,
         max_shares=1,
         chunk=chunk_tiles(head_dim, group, max_query_len, dtype),
+        is_gathered=False,
         chunk_splits=0,
     )
+    if may_gather and gathers(head_dim, group, max_query_len, dtype):
+        plan = _gathered(plan, max_seq_len, num_sms)
     items, max_shares = _decode_shares(plan, max_seq_len, num_sms) if has_decodes else (0, 1)
     return dataclasses.replace(
         plan,
@@ -171,6 +190,26 @@ def chunk_tiles(head_dim: int, group: int, max_query_len: int, dtype: torch.dtyp
     return Tiles(rows, 64, warps, num_stages=5)
 
 
+def gathers(head_dim: int, group: int, max_query_len: int, dtype: torch.dtype) -> bool:
+    """Whether gathered keys pay for such chunks: products of 16 bits, and rows enough."""
+    fits = dtype in (torch.bfloat16, torch.float16) and head_dim <= 128
+    return fits and group <= 64 and max_query_len >= GATHERED_TOKENS
+
+
+def _gathered(plan: AttentionPlan, max_seq_len: int, num_sms: int) -> AttentionPlan:
+    """With large tiles, or with small ones, two of which share a multiprocessor, if these make
+    fuller waves: alone they are a little slower."""
+    large, small = (
+        dataclasses.replace(plan, is_gathered=True, chunk=tiles)
+        for tiles in (LARGE_TILES, SMALL_TILES)
+    )
+
+    def cost(one: AttentionPlan) -> float:
+        return _wave_cost(one, _splits(one, max_seq_len, num_sms), num_sms)
+
+    return min((large, small), key=lambda one: cost(one) * (1 if one is large else 1.05))
+
+
 def _decode_shares(plan: AttentionPlan, max_seq_len: int, num_sms: int) -> tuple[int, int]:
     """Shares of all requests and of one, at most.
 
@@ -187,15 +226,14 @@ def _decode_shares(plan: AttentionPlan, max_seq_len: int, num_sms: int) -> tuple
 
 
 def _splits(plan: AttentionPlan, max_seq_len: int, num_sms: int) -> int:
-    """What makes the programs fill the device in whole waves, without many parts to join.
-
-    A program alone takes a multiprocessor. Each part more costs about 4% for joining.
-    """
-    tiles = -(-plan.num_tokens // plan.chunk_tokens) * plan.num_kv_heads
+    """What makes the programs fill the device in whole waves, without many parts to join."""
     most = max(1, min(MAX_SPLITS, max_seq_len // (4 * plan.chunk.keys)))
+    return min(range(1, most + 1), key=lambda splits: _wave_cost(plan, splits, num_sms))
 
-    def cost(splits: int) -> float:
-        waves = -(-tiles * splits // num_sms)
-        return waves / splits * (1 + 0.04 * (splits - 1))
 
-    return min(range(1, most + 1), key=cost)
+def _wave_cost(plan: AttentionPlan, splits: int, num_sms: int) -> float:
+    """Of the second pass: 1 is as long as one program of all keys takes, with small tiles two of
+    half the rows. Each part more costs about 4% for joining."""
+    tiles = -(-plan.num_tokens // plan.chunk_tokens) * plan.num_kv_heads
+    waves = -(-tiles * splits // (num_sms * plan.chunk.per_sm))
+    return waves / splits * (1 + 0.04 * (splits - 1))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from interlace.layers.kernels.attention_parts import attend_tile, finished, joined
+from interlace.layers.kernels.attention_parts import attend_tile, finished, stored_tile
 from interlace.layers.kernels.toolchain import Pointer, Scalar, constexpr, jit, tl
 
 
@@ -27,6 +27,20 @@ def find_request(
         else:
             high = middle
     return low - 1
+
+
+@jit()
+def find_tile(
+    query_start_loc: Pointer, seq_lens: Pointer, num_requests: Scalar, tokens: constexpr
+) -> tuple[Scalar, Scalar, Scalar, Scalar, Scalar]:
+    """What a program of a grid (.., .., tiles) computes; the last tiles, which see the most, begin
+    first: the request, where its rows begin, their number, its length, the tile's first row."""
+    item = tl.num_programs(2) - 1 - tl.program_id(2)
+    request = find_request(item, query_start_loc, num_requests, tokens)
+    start = tl.load(query_start_loc + request)
+    count = tl.load(query_start_loc + request + 1) - start
+    first = (item - start // tokens - request) * tokens
+    return request, start, count, tl.load(seq_lens + request), first
 
 
 @jit()
@@ -86,16 +100,13 @@ def chunk_kernel(
 ) -> None:
     """One KV head's query heads, one tile of one request's query tokens, one share of its keys.
 
-    Grid: (kv heads, splits, tiles); the last tiles, which see the most, begin first.
+    Grid: (kv heads, splits, tiles).
     """
     kv_head = tl.program_id(0)
     split = tl.program_id(1)
-    item = tl.num_programs(2) - 1 - tl.program_id(2)
-    request = find_request(item, query_start_loc, num_requests, tokens)
-    start = tl.load(query_start_loc + request)
-    count = tl.load(query_start_loc + request + 1) - start
-    seq_len = tl.load(seq_lens + request)
-    first = (item - start // tokens - request) * tokens
+    request, start, count, seq_len, first = find_tile(
+        query_start_loc, seq_lens, num_requests, tokens
+    )
     if (count <= 1) | (first >= count):
         return
     begin, end, share = visible_keys(seq_len, count, first, window, splits, tokens, keys)
@@ -112,8 +123,8 @@ def chunk_kernel(
     real = (token < tokens) & (first + token < count)
     position = seq_len - count + first + token
     mask = real[:, None] & (dim < head_dim)[None, :]
-    at = (start + first).to(tl.int64)
-    q_at = q + at * q_token_stride + token * q_token_stride + head * q_head_stride
+    at = (start + first).to(tl.int64) + token
+    q_at = q + at * q_token_stride + head * q_head_stride
     q_tile = tl.load(q_at[:, None] + dim[None, :], mask=mask, other=0.0)
 
     table = block_table + request.to(tl.int64) * table_stride
@@ -140,16 +151,13 @@ def chunk_kernel(
         )  # fmt: skip
 
     answer, log_weight = finished(acc, peak, total)
-    if end - base <= share:  # no other program has keys
-        out_at = out + at * out_token_stride + token * out_token_stride + head * out_head_stride
-        tl.store(out_at[:, None] + dim[None, :], answer.to(out.dtype.element_ty), mask=mask)
-    else:
-        at_partial = ((at + token) * (tl.num_programs(0) * group) + head) * splits + split
-        tl.store(partial + at_partial[:, None] * head_dim + dim[None, :], answer, mask=mask)
-        tl.store(weight + at_partial, log_weight, mask=real)
+    stored_tile(
+        answer, log_weight, out, partial, weight, at, head, split, splits, end - base <= share,
+        tl.num_programs(0) * group, real, mask, dim, out_token_stride, out_head_stride, head_dim,
+    )  # fmt: skip
 
 
-@jit("num_requests", "splits", "window")
+@jit("num_requests", "num_heads", "splits", "window")
 def join_chunk_kernel(
     seq_lens: Pointer,
     query_start_loc: Pointer,
@@ -157,6 +165,7 @@ def join_chunk_kernel(
     partial: Pointer,
     weight: Pointer,
     num_requests: Scalar,
+    num_heads: Scalar,
     splits: Scalar,
     window: Scalar,
     out_token_stride: Scalar,
@@ -165,10 +174,12 @@ def join_chunk_kernel(
     padded_dim: constexpr,
     tokens: constexpr,
     keys: constexpr,
-    padded_splits: constexpr,
+    heads: constexpr,
 ) -> None:
-    """Join the shares of one query token and head, if there are several. Grid: (heads, tokens)."""
-    head = tl.program_id(0)
+    """Join the shares of some heads of one query token, if there are several.
+
+    Grid: (head groups, tokens).
+    """
     item = tl.program_id(1)
     request = find_request(item, query_start_loc, num_requests, 0)
     start = tl.load(query_start_loc + request)
@@ -182,9 +193,26 @@ def join_chunk_kernel(
     span = end - begin // keys * keys
     if span <= share:
         return
-    split = tl.arange(0, padded_splits)
+    head = tl.program_id(0) * heads + tl.arange(0, heads)
     dim = tl.arange(0, padded_dim)
-    at = (item.to(tl.int64) * tl.num_programs(0) + head) * splits + split
-    answer = joined(partial, weight, at, split * share < span, dim, head_dim)
+    real = head < num_heads
+    mask = real[:, None] & (dim < head_dim)[None, :]
+    at = (item.to(tl.int64) * num_heads + head) * splits
+    acc = tl.zeros((heads, padded_dim), tl.float32)
+    peak = tl.full((heads,), float("-inf"), tl.float32)
+    total = tl.zeros((heads,), tl.float32)
+    for split in range(tl.cdiv(span, share)):
+        log_weight = tl.load(weight + at + split, mask=real, other=float("-inf"))
+        part = tl.load(
+            partial + (at + split)[:, None] * head_dim + dim[None, :], mask=mask, other=0.0
+        )
+        new_peak = tl.maximum(peak, log_weight)
+        shift = tl.where(new_peak == float("-inf"), 0.0, new_peak)  # nothing was seen yet
+        factor = tl.exp2(log_weight - shift)
+        shrink = tl.exp2(peak - shift)
+        acc = acc * shrink[:, None] + part * factor[:, None]
+        total = total * shrink + factor
+        peak = new_peak
+    answer, _ = finished(acc, peak, total)
     out_at = out + item.to(tl.int64) * out_token_stride + head * out_head_stride
-    tl.store(out_at + dim, answer.to(out.dtype.element_ty), mask=dim < head_dim)
+    tl.store(out_at[:, None] + dim[None, :], answer.to(out.dtype.element_ty), mask=mask)

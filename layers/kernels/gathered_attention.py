@@ -1,350 +1,296 @@
-"""Attention of one long chunk by the matrix library: its pages are gathered, and cuDNN attends.
+"""Attention of long chunks over gathered keys: pages are copied together, and read as whole tiles.
 
-cuDNN computes long chunks about twice as fast as our kernel, but prepares each shape for 40 ms when
-it first sees it. So everything is cut and padded to few shapes: keys before the chunk in pieces
-whose sizes are powers of two, queries in multiples of 512. What is left over of the keys joins the
-chunk itself, with rows before it whose answers nobody reads. Two answers over different keys are
-joined by the logarithms of their weights.
+A program that picks the tokens of its tile out of pages computes 330 TFLOP/s at most, since every
+thread works out addresses. Of contiguous keys the tensor memory accelerator fetches a tile at a
+time, and the same program comes to 570. Gathering 8,900 tokens takes 25 us of that.
+
+All of it depends on shapes alone and reads lengths on the device, so it can be captured. Each
+request that computes several tokens has a span of the room, whose length is rounded up to
+`KEY_GRAIN`; what lies behind its last token there is zero.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from interlace.layers.kernels.toolchain import Pointer, Scalar, constexpr, jit, next_power_of_2, tl
+from interlace.layers.kernels.attention_parts import (
+    attend_tile_of_all,
+    finished,
+    stored_tile,
+)
+from interlace.layers.kernels.attention_plan import KEY_GRAIN, AttentionPlan
+from interlace.layers.kernels.chunk_kernels import find_request, find_tile, visible_keys
+from interlace.layers.kernels.toolchain import (
+    Pointer,
+    Scalar,
+    constexpr,
+    descriptor,
+    jit,
+    next_power_of_2,
+    size_class,
+    tl,
+)
 
-QUERY_GRAIN = 512
-KEY_GRAIN = 1024
-"""The smallest piece of keys before a chunk."""
-MAX_HEAD_DIM = 128
 _TOKENS = 32
-_HEADS = 8
-_MATRIX_FLOPS = 700e12
-_LAUNCH_S = 0.28e-3
-"""Launching a layer takes the host so long with our kernel, and with the library so much more: for
-the chunk, and for each call. Other hosts of such machines took up to twice as long, for all."""
-_LAUNCH_GATHERED_S = 60e-6
-_LAUNCH_CALL_S = 25e-6
+"""Gathered at a time; divides `KEY_GRAIN`."""
+_GATHER_PROGRAMS = 64
+"""For each KV head and half: a fixed grid, whatever the lengths and the room."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class GatherWorkspace:
-    """Where K, V and Q are put in the shapes that the library is called with."""
+class KeyRoom:
+    """Where the keys and values of a step's long chunks lie while a layer attends.
+
+    One serves all layers and steps of a runner, since no two compute at once.
+    """
 
     keys: Tensor
-    """[kv_heads, `key_capacity`, head_dim], contiguous, as are the others."""
+    """[kv_heads, capacity, padded_dim], contiguous; behind `head_dim` zeros."""
     values: Tensor
-    queries: Tensor
-    """[`query_capacity`, heads, head_dim]."""
 
     @classmethod
     def allocate(
         cls,
         *,
-        max_new: int,
-        max_len: int,
-        num_heads: int,
+        capacity: int,
         num_kv_heads: int,
         head_dim: int,
         dtype: torch.dtype,
         device: torch.device,
-    ) -> GatherWorkspace:
-        """For chunks of up to `max_new` tokens of requests of up to `max_len`."""
-        rows = _padded(max_new + KEY_GRAIN)
-        kv = (num_kv_heads, max_len + rows, head_dim)
-        return cls(
-            torch.empty(kv, dtype=dtype, device=device),
-            torch.empty(kv, dtype=dtype, device=device),
-            # Rows around a chunk's are computed, and their answers not read.
-            torch.zeros((rows, num_heads, head_dim), dtype=dtype, device=device),
-        )
+    ) -> KeyRoom:
+        """For spans of `capacity` tokens in all, rounded up to `KEY_GRAIN`."""
+        shape = (num_kv_heads, _rounded(capacity), max(16, next_power_of_2(head_dim)))
+        return cls(*(torch.zeros(shape, dtype=dtype, device=device) for _ in range(2)))
+
+    @property
+    def capacity(self) -> int:
+        """Tokens, in spans."""
+        return self.keys.shape[1]
+
+    def holds(self, lengths: Iterable[int]) -> bool:
+        """Whether requests of these lengths fit beside each other."""
+        return sum(map(_rounded, lengths)) <= self.capacity
 
 
-class LibraryAnswer(NamedTuple):
-    """What the library's attention comes to."""
+class GatheredKeys(NamedTuple):
+    """The room as one step divides it."""
 
-    answer: Tensor
-    """[1, heads, n, d], laid out like the queries: [n, heads, d]."""
-    weight: Tensor
-    """Natural logarithms of the weights, float32 [1, heads, n, 1]."""
+    room: KeyRoom
+    starts: Tensor
+    """int32 [B + 1]: where each request's span begins; the end of the last one."""
 
 
-@jit("length", "padded_length")
+@jit("num_requests")
+def place_kernel(
+    seq_lens: Pointer,
+    query_start_loc: Pointer,
+    starts: Pointer,
+    num_requests: Scalar,
+    grain: constexpr,
+    padded_requests: constexpr,
+) -> None:
+    """Give a span to each request with several new tokens. One program."""
+    request = tl.arange(0, padded_requests)
+    real = request < num_requests
+    begin = tl.load(query_start_loc + request, mask=real, other=0)
+    count = tl.load(query_start_loc + request + 1, mask=real, other=0) - begin
+    length = tl.load(seq_lens + request, mask=real, other=0)
+    span = tl.where(count > 1, tl.cdiv(length, grain) * grain, 0)
+    end = tl.cumsum(span, 0)
+    tl.store(starts + request, end - span, mask=real)
+    tl.store(starts + request + 1, end, mask=request == num_requests - 1)
+
+
+@jit("num_requests", "table_stride", "capacity")
 def gather_kernel(
     pages: Pointer,
     block_table: Pointer,
+    seq_lens: Pointer,
+    starts: Pointer,
     keys: Pointer,
     values: Pointer,
-    length: Scalar,
-    padded_length: Scalar,
+    num_requests: Scalar,
+    capacity: Scalar,
+    table_stride: Scalar,
     page_stride: Scalar,
     half_stride: Scalar,
     slot_stride: Scalar,
     head_stride: Scalar,
-    out_head_stride: Scalar,
     head_dim: constexpr,
     padded_dim: constexpr,
     block_size: constexpr,
     tokens: constexpr,
 ) -> None:
-    """Copy `tokens` tokens' K or V of one head, zeros behind `length`.
+    """Copy K or V of one head into all spans, zeros behind each request's last token.
 
-    Grid: (padded_length / tokens rounded up, kv heads, 2).
+    Grid: (any number, kv heads, 2).
     """
-    token = tl.program_id(0) * tokens + tl.arange(0, tokens)
     head = tl.program_id(1)
     half = tl.program_id(2)
     dim = tl.arange(0, padded_dim)
-    present = token < length
-    block = tl.load(block_table + token // block_size, mask=present, other=0).to(tl.int64)
-    slot = block * page_stride + token % block_size * slot_stride
-    at = pages + slot[:, None] + half * half_stride + head * head_stride + dim[None, :]
     narrow = (dim < head_dim)[None, :]
-    kept = tl.load(at, mask=present[:, None] & narrow, other=0.0)
-    place = head.to(tl.int64) * out_head_stride + token * head_dim
-    mask = (token < padded_length)[:, None] & narrow
     out = keys
     if half == 1:
         out = values
-    tl.store(out + place[:, None] + dim[None, :], kept, mask=mask)
+    out += head.to(tl.int64) * capacity * padded_dim
+    source = pages + half * half_stride + head * head_stride
+    # Never more than there is room for, whatever was promised.
+    total = tl.minimum(tl.load(starts + num_requests), capacity)
+    for item in range(tl.program_id(0), total // tokens, tl.num_programs(0)):
+        request = find_request(item * tokens, starts, num_requests, 0)
+        place = item * tokens + tl.arange(0, tokens)
+        token = place - tl.load(starts + request)
+        present = token < tl.load(seq_lens + request)
+        row = block_table + request.to(tl.int64) * table_stride
+        block = tl.load(row + token // block_size, mask=present, other=0).to(tl.int64)
+        at = source + (block * page_stride + token % block_size * slot_stride)[:, None]
+        kept = tl.load(at + dim[None, :], mask=present[:, None] & narrow, other=0.0)
+        tl.store(out + place.to(tl.int64)[:, None] * padded_dim + dim[None, :], kept)
 
 
-@jit("num_heads", "skipped", "out_skipped")
-def join_two_kernel(
-    a: Pointer,
-    a_weight: Pointer,
-    b: Pointer,
-    b_weight: Pointer,
+@jit("num_requests", "splits", "capacity")
+def gathered_chunk_kernel(
+    q: Pointer,
+    keys_at: Pointer,
+    values_at: Pointer,
+    capacity: Scalar,
+    starts: Pointer,
+    seq_lens: Pointer,
+    query_start_loc: Pointer,
     out: Pointer,
-    num_heads: Scalar,
-    skipped: Scalar,
-    out_skipped: Scalar,
-    a_token_stride: Scalar,
-    b_token_stride: Scalar,
+    partial: Pointer,
+    weight: Pointer,
+    num_requests: Scalar,
+    splits: Scalar,
+    scale: Scalar,
+    q_token_stride: Scalar,
+    q_head_stride: Scalar,
     out_token_stride: Scalar,
-    a_weight_stride: Scalar,
-    b_weight_stride: Scalar,
+    out_head_stride: Scalar,
+    group: constexpr,
     head_dim: constexpr,
     padded_dim: constexpr,
-    heads: constexpr,
+    tokens: constexpr,
+    rows: constexpr,
+    keys: constexpr,
+    precision: constexpr,
 ) -> None:
-    """Join some heads of one token of `b` with those of `a`. Grid: (tokens, head groups).
+    """As `chunk_kernel`, over gathered keys: `keys_at` and `values_at` describe the room as one
+    matrix of rows. Grid: (kv heads, splits, tiles)."""
+    kv_head = tl.program_id(0)
+    split = tl.program_id(1)
+    request, start, count, seq_len, first = find_tile(
+        query_start_loc, seq_lens, num_requests, tokens
+    )
+    if (count <= 1) | (first >= count):
+        return
+    _, end, share = visible_keys(seq_len, count, first, 0, splits, tokens, keys)
+    low = split * share
+    high = tl.minimum(low + share, end)
+    if (split > 0) & (low >= end):
+        return
 
-    Weights are natural logarithms, [heads, tokens]; that of `a` becomes the sum's. Token 0 of `b`
-    is token `skipped` of `a`, and goes to token `out_skipped` of `out`, which may be `a`.
-    """
-    token = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1) * heads + tl.arange(0, heads)
+    row = tl.arange(0, rows)
     dim = tl.arange(0, padded_dim)
-    real = head < num_heads
+    token = row // group
+    head = kv_head * group + row % group
+    real = (token < tokens) & (first + token < count)
+    position = seq_len - count + first + token
     mask = real[:, None] & (dim < head_dim)[None, :]
-    place = head[:, None] * head_dim + dim[None, :]
-    a_at = a + (token + skipped) * a_token_stride + place
-    b_at = b + token * b_token_stride + place
-    a_weight_at = a_weight + head * a_weight_stride + token + skipped
-    wa = tl.load(a_weight_at, mask=real, other=0.0)
-    wb = tl.load(b_weight + head * b_weight_stride + token, mask=real, other=0.0)
-    top = tl.maximum(wa, wb)
-    fa = tl.exp(wa - top)
-    fb = tl.exp(wb - top)
-    whole = fa + fb
-    x = tl.load(a_at, mask=mask, other=0.0).to(tl.float32) * (fa / whole)[:, None]
-    y = tl.load(b_at, mask=mask, other=0.0).to(tl.float32) * (fb / whole)[:, None]
-    out_at = out + (token + out_skipped) * out_token_stride + place
-    tl.store(out_at, (x + y).to(out.dtype.element_ty), mask=mask)
-    tl.store(a_weight_at, top + tl.log(whole), mask=real)
+    at = (start + first).to(tl.int64) + token
+    q_at = q + at * q_token_stride + head * q_head_stride
+    q_tile = tl.load(q_at[:, None] + dim[None, :], mask=mask, other=0.0)
+
+    span = kv_head * capacity + tl.load(starts + request)
+    acc = tl.zeros((rows, padded_dim), tl.float32)
+    peak = tl.full((rows,), float("-inf"), tl.float32)
+    total = tl.zeros((rows,), tl.float32)
+    seen_by_all = tl.minimum(high, seq_len - count + first + 1)
+    plain = low + tl.maximum(seen_by_all - low, 0) // keys * keys
+    for key_start in range(low, plain, keys):
+        acc, peak, total = attend_tile_of_all(
+            acc, peak, total, q_tile, position, key_start, high, scale,
+            keys_at, values_at, span, keys, False, precision,  # noqa: FBT003
+        )  # fmt: skip
+    for key_start in range(plain, high, keys):
+        acc, peak, total = attend_tile_of_all(
+            acc, peak, total, q_tile, position, key_start, high, scale,
+            keys_at, values_at, span, keys, True, precision,  # noqa: FBT003
+        )  # fmt: skip
+    answer, log_weight = finished(acc, peak * scale, total)
+    stored_tile(
+        answer, log_weight, out, partial, weight, at, head, split, splits, end <= share,
+        tl.num_programs(0) * group, real, mask, dim, out_token_stride, out_head_stride, head_dim,
+    )  # fmt: skip
 
 
-class GatheredChunk:
-    """One request's chunk in one step. What is the same in each layer is done once, here.
+def place_keys(seq_lens: Tensor, query_start_loc: Tensor, *, out: Tensor) -> Tensor:
+    """Divide the room for a step, once for all layers: fills and returns `out`, int32 [B + 1].
 
-    Steps that overlap on the device may not share a workspace; the chunks of one step may.
+    Arguments as for `paged_attention`.
     """
-
-    def __init__(
-        self,
-        new: int,
-        seq_len: int,
-        block_ids: Tensor,
-        workspace: GatherWorkspace,
-        *,
-        scale: float,
-    ) -> None:
-        """For the last `new` of the request's `seq_len` tokens; `block_ids` int32 is its row of the
-        block table. Asserted: that they fit into the workspace."""
-        cut = Cut.of(new, seq_len - new)
-        rows = max(cut.rows, cut.skipped + _padded(new))
-        assert cut.before + cut.rows <= workspace.keys.shape[1], "the workspace holds the keys"
-        assert rows <= workspace.queries.shape[0], "it holds the queries"
-        self._new = new
-        self._seq_len = seq_len
-        self._block_ids = block_ids
-        self._workspace = workspace
-        self._scale = scale
-        self._cut = cut
-        self._is_exact = cut.skipped == 0 and new == rows
-        queries = workspace.queries
-        self._place = queries[cut.skipped : cut.skipped + new]
-        self._causal_queries = for_library(queries[: cut.rows])
-        self._queries = for_library(queries[cut.skipped :][: _padded(new)])
-        keys, values = workspace.keys[None], workspace.values[None]
-        chunk = slice(cut.before, cut.before + cut.rows)
-        self._causal_kv = keys[:, :, chunk], values[:, :, chunk]
-        self._pieces = [(keys[:, :, piece], values[:, :, piece]) for piece in cut.pieces]
-
-    def attend(self, q: Tensor, pages: Tensor, out: Tensor) -> None:
-        """Put into `out` what `paged_attention` computes. 16-bit dtypes, no window.
-
-        `q` and `out` are [new, heads, head_dim], rows contiguous; `pages` as in `paged_attention`.
-        The library allocates, so this is not for graphs. Raises what torch raises if cuDNN does not
-        take the shape.
-        """
-        cut, scale = self._cut, self._scale
-        gather(pages, self._block_ids, self._seq_len, cut.before + cut.rows, self._workspace)
-        if self._is_exact:
-            causal_queries = queries = for_library(q)
-        else:
-            self._place.copy_(q)
-            causal_queries, queries = self._causal_queries, self._queries
-        whole = library_attention(causal_queries, *self._causal_kv, scale=scale, causal=True)
-        if not self._pieces:
-            out.copy_(whole[0][0].transpose(0, 1)[cut.skipped :][: self._new])
-        for number, kv in enumerate(self._pieces, 1):
-            part = library_attention(queries, *kv, scale=scale, causal=False)
-            join_two(whole, part, cut.skipped, self._new, out, is_last=number == len(self._pieces))
+    count = len(seq_lens)
+    assert out.shape == query_start_loc.shape == (count + 1,)
+    assert out.dtype == seq_lens.dtype == query_start_loc.dtype == torch.int32
+    place_kernel[(1,)](
+        seq_lens, query_start_loc, out, count,
+        grain=KEY_GRAIN, padded_requests=size_class(count), num_warps=1,
+    )  # fmt: skip
+    return out
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Cut:
-    """How a chunk and what lies before it are cut up."""
-
-    pieces: tuple[slice, ...]
-    """Keys before the chunk, in pieces."""
-    before: int
-    """Keys in the pieces. The causal part begins here."""
-    skipped: int
-    """Rows of the causal part before the chunk's own."""
-    rows: int
-    """Rows of the causal part, padding included."""
-
-    @classmethod
-    def of(cls, new: int, context: int) -> Cut:
-        """For `new` tokens after `context` others."""
-        before = context // KEY_GRAIN * KEY_GRAIN
-        pieces = []
-        at = 0
-        while at < before:
-            size = 1 << ((before - at).bit_length() - 1)
-            pieces.append(slice(at, at + size))
-            at += size
-        skipped = context - before
-        return cls(tuple(pieces), before, skipped, _padded(skipped + new))
-
-
-def prefers_gathered(
-    new: int,
-    context: int,
-    *,
-    num_heads: int,
-    head_dim: int,
-    dtype: torch.dtype,
-    num_sms: int,
-    rest_flops: float | None = None,
-) -> bool:
-    """Whether the library is faster for such a chunk, by rates measured beside an H200.
-
-    Our kernel reaches 330 TFLOP/s in the longest chunks, but 265 where the keys are shared out
-    among programs and joined. The library reaches 650 where 128 query rows of each head make whole
-    waves of programs, but rows are padded, and each call costs 10 us more.
-
-    `rest_flops`: of the rest of the layer. A small model's layers are computed sooner than launched
-    and the library takes longer to launch, so then it is not worth it. None: the device alone
-    counts.
-    """
-    if dtype not in (torch.bfloat16, torch.float16) or head_dim > MAX_HEAD_DIM:
-        return False
-    cut = Cut.of(new, context)
-    per_score = 4 * num_heads * head_dim
-    rate = 330e12 if new >= 4 * QUERY_GRAIN else 265e12
-    ours = per_score * new * (context + new / 2) / rate
-    prefix = per_score * _padded(new) * cut.before / _library_rate(_padded(new), num_heads, num_sms)
-    chunk = per_score * cut.rows**2 / 2 / _library_rate(cut.rows, num_heads, num_sms)
-    library = prefix + 1.2 * chunk + 10e-6 * (5 + len(cut.pieces))
-    if rest_flops is None or library >= ours:
-        return library < ours
-    rest = rest_flops / _MATRIX_FLOPS
-    launch = _LAUNCH_S + _LAUNCH_GATHERED_S + _LAUNCH_CALL_S * (1 + len(cut.pieces))
-    return max(rest + library, launch) < max(rest + ours, _LAUNCH_S)
-
-
-def _library_rate(rows: int, num_heads: int, num_sms: int) -> float:
-    programs = -(-rows // 128) * num_heads
-    return 650e12 * programs / (-(-programs // num_sms) * num_sms)
-
-
-def gather(
-    pages: Tensor, block_ids: Tensor, length: int, padded_length: int, workspace: GatherWorkspace
+def gather_keys(
+    pages: Tensor, block_table: Tensor, seq_lens: Tensor, gathered: GatheredKeys
 ) -> None:
-    """Copy the first `length` tokens' K and V into the workspace, zeros up to `padded_length`."""
+    """Copy what the step's long chunks may see of a layer into the room.
+
+    Promised: that the spans fit, see `KeyRoom.holds`; else what does not is left out.
+    """
     _, _, block_size, num_kv_heads, head_dim = pages.shape
-    keys, values = workspace.keys, workspace.values
-    assert pages.stride(4) == block_ids.stride(0) == 1, "heads and the table are contiguous"
-    assert block_ids.dtype == torch.int32
-    assert length <= len(block_ids) * block_size, "the table holds the request's blocks"
-    assert pages.dtype == keys.dtype, "one dtype"
-    gather_kernel[-(-padded_length // _TOKENS), num_kv_heads, 2](
-        pages, block_ids, keys, values, length, padded_length, *pages.stride()[:4], keys.stride(0),
-        head_dim=head_dim, padded_dim=next_power_of_2(head_dim), block_size=block_size,
+    room, starts = gathered
+    assert room.keys.shape[0] == num_kv_heads, "the room is the pages'"
+    assert room.keys.dtype == pages.dtype, "one dtype"
+    gather_kernel[_GATHER_PROGRAMS, num_kv_heads, 2](
+        pages, block_table, seq_lens, starts, room.keys, room.values,
+        len(seq_lens), room.capacity, block_table.stride(0), *pages.stride()[:4],
+        head_dim=head_dim, padded_dim=room.keys.shape[2], block_size=block_size,
         tokens=_TOKENS, num_warps=4,
     )  # fmt: skip
 
 
-def join_two(
-    whole: LibraryAnswer,
-    part: LibraryAnswer,
-    skipped: int,
-    new: int,
-    out: Tensor,
+def attend_gathered(
+    q: Tensor,
+    gathered: GatheredKeys,
+    seq_lens: Tensor,
+    query_start_loc: Tensor,
     *,
-    is_last: bool,
+    plan: AttentionPlan,
+    scale: float,
+    out: Tensor,
+    workspace: Tensor,
+    weight: Tensor,
+    precision: str,
 ) -> None:
-    """Join `part`, of `new` tokens, into `whole`, of `skipped` more before: in place, or, if it
-    `is_last`, into `out` [new, heads, head_dim]. Both over the same queries and different keys."""
-    (answer, weight), (other, other_weight) = whole, part
-    _, num_heads, _, head_dim = answer.shape
-    for one in (answer, other):
-        assert one.stride(1) == head_dim, "a token's heads lie together"
-        assert one.stride(3) == 1, "heads are contiguous"
-    assert out.stride(1) == head_dim
-    assert weight.stride(2) == other_weight.stride(2) == 1, "a head's weights are contiguous"
-    target, out_skipped, out_stride = (
-        (out, 0, out.stride(0)) if is_last else (answer, skipped, answer.stride(2))
+    """Requests with several new tokens, by what `gather_keys` has put into the room: `scale` is of
+    scores to the base 2. Partial answers and their weights go where the plan shares keys out."""
+    tiles = plan.chunk
+    (room, starts), width = gathered, gathered.room.keys.shape[2]
+    keys_at, values_at = (
+        descriptor(part.view(-1, width), (tiles.keys, width)) for part in (room.keys, room.values)
     )
-    join_two_kernel[new, -(-num_heads // _HEADS)](
-        answer, weight, other, other_weight, target, num_heads, skipped, out_skipped,
-        answer.stride(2), other.stride(2), out_stride, weight.stride(1), other_weight.stride(1),
-        head_dim=head_dim, padded_dim=next_power_of_2(head_dim), heads=_HEADS, num_warps=4,
+    gathered_chunk_kernel[plan.num_kv_heads, plan.chunk_splits, plan.num_chunk_tiles](
+        q, keys_at, values_at, room.capacity, starts, seq_lens, query_start_loc, out, workspace,
+        weight, plan.num_requests, plan.chunk_splits, scale, *q.stride()[:2], *out.stride()[:2],
+        group=plan.group, head_dim=plan.head_dim, padded_dim=width, tokens=plan.chunk_tokens,
+        rows=tiles.rows, keys=tiles.keys, precision=precision,
+        num_warps=tiles.num_warps, num_stages=tiles.num_stages,
     )  # fmt: skip
 
 
-def for_library(q: Tensor) -> Tensor:
-    """[n, heads, d] as the library takes it: [1, heads, n, d], without a copy."""
-    return q.transpose(0, 1)[None]
-
-
-def library_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bool
-) -> LibraryAnswer:
-    """cuDNN's attention of `q` [1, heads, n, d] over `k` and `v` [1, kv_heads, m, d]."""
-    answer, weight = torch.ops.aten._scaled_dot_product_cudnn_attention(
-        q, k, v, None, True, 0.0, causal, False, scale=scale  # noqa: FBT003
-    )[:2]  # fmt: skip
-    return LibraryAnswer(answer, weight)
-
-
-def _padded(rows: int) -> int:
-    return -(-rows // QUERY_GRAIN) * QUERY_GRAIN
+def _rounded(length: int) -> int:
+    return -(-length // KEY_GRAIN) * KEY_GRAIN

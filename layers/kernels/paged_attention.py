@@ -15,9 +15,15 @@ from interlace.layers.kernels.decode_kernels import (
     join_decode_kernel,
     schedule_kernel,
 )
-from interlace.layers.kernels.toolchain import next_power_of_2
+from interlace.layers.kernels.gathered_attention import (
+    GatheredKeys,
+    attend_gathered,
+    gather_keys,
+)
+from interlace.layers.kernels.toolchain import size_class
 
 LOG2_E = math.log2(math.e)
+_JOINED_HEADS = 8
 
 
 def schedule_decode(
@@ -40,7 +46,7 @@ def schedule_decode(
     schedule_kernel[(out.shape[0],)](
         seq_lens, query_start_loc, out, plan.num_requests, plan.decode_items, window,
         max_shares=plan.max_shares, least=plan.least_share, keys=plan.decode.keys,
-        padded_requests=_size_class(plan.num_requests), num_warps=1,
+        padded_requests=size_class(plan.num_requests), num_warps=1,
     )  # fmt: skip
     return out
 
@@ -57,6 +63,7 @@ def paged_attention(
     out: Tensor,
     workspace: Tensor,
     schedule: Tensor | None = None,
+    gathered: GatheredKeys | None = None,
     window: int = 0,
 ) -> Tensor:
     """Let each query token see its own request's tokens up to itself. Returns `out`.
@@ -71,6 +78,8 @@ def paged_attention(
     - `workspace`: float32, at least `plan.workspace_numel` numbers, whose content does not matter.
     - `schedule`: from `schedule_decode` with these lengths, plan and window. One serves all layers
       of a step; without it, each call makes its own in the workspace.
+    - `gathered`: where a plan that `is_gathered` puts keys; with `starts` from `place_keys`, once
+      for all layers. Such a plan knows no window.
     - `window`: how many tokens each one sees, itself included; 0 for all before it.
 
     Padding is harmless: a request with length 0 reads no page and gets zeros for its rows, a
@@ -87,7 +96,7 @@ def paged_attention(
         assert schedule.dtype == torch.int32
         _decode(step, schedule, plan, scale, window)
     if plan.chunk_splits:
-        _chunks(step, plan, scale, window)
+        _chunks(step, plan, scale, window, gathered)
     return out
 
 
@@ -137,24 +146,37 @@ def _decode(step: _Step, schedule: Tensor, plan: AttentionPlan, scale: float, wi
         )  # fmt: skip
 
 
-def _chunks(step: _Step, plan: AttentionPlan, scale: float, window: int) -> None:
+def _chunks(
+    step: _Step, plan: AttentionPlan, scale: float, window: int, gathered: GatheredKeys | None
+) -> None:
     """Requests with several new tokens."""
     tiles, splits = plan.chunk, plan.chunk_splits
     weight = step.workspace[plan.num_tokens * splits * plan.num_heads * plan.head_dim :]
-    chunk_kernel[plan.num_kv_heads, splits, plan.num_chunk_tiles](
-        step.q, step.pages, step.block_table, step.seq_lens, step.query_start_loc, step.out,
-        step.workspace, weight, plan.num_requests, splits, window, scale * LOG2_E, *step.strides,
-        group=plan.group, head_dim=plan.head_dim, padded_dim=plan.padded_dim,
-        block_size=step.pages.shape[2], tokens=plan.chunk_tokens, rows=tiles.rows, keys=tiles.keys,
-        windowed=window > 0, precision=step.precision,
-        num_warps=tiles.num_warps, num_stages=tiles.num_stages,
-    )  # fmt: skip
+    if plan.is_gathered:
+        assert gathered is not None, "there is room for what the plan gathers"
+        assert window == 0, "gathered keys are seen by all that come behind them"
+        gather_keys(step.pages, step.block_table, step.seq_lens, gathered)
+        attend_gathered(
+            step.q, gathered, step.seq_lens, step.query_start_loc,
+            plan=plan, scale=scale * LOG2_E, out=step.out, workspace=step.workspace,
+            weight=weight, precision=step.precision,
+        )  # fmt: skip
+    else:
+        chunk_kernel[plan.num_kv_heads, splits, plan.num_chunk_tiles](
+            step.q, step.pages, step.block_table, step.seq_lens, step.query_start_loc, step.out,
+            step.workspace, weight, plan.num_requests, splits, window, scale * LOG2_E,
+            *step.strides,
+            group=plan.group, head_dim=plan.head_dim, padded_dim=plan.padded_dim,
+            block_size=step.pages.shape[2], tokens=plan.chunk_tokens, rows=tiles.rows,
+            keys=tiles.keys, windowed=window > 0, precision=step.precision,
+            num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+        )  # fmt: skip
     if splits > 1:
-        join_chunk_kernel[plan.num_heads, plan.num_tokens](
+        join_chunk_kernel[-(-plan.num_heads // _JOINED_HEADS), plan.num_tokens](
             step.seq_lens, step.query_start_loc, step.out, step.workspace, weight,
-            plan.num_requests, splits, window, *step.out.stride()[:2],
+            plan.num_requests, plan.num_heads, splits, window, *step.out.stride()[:2],
             head_dim=plan.head_dim, padded_dim=plan.padded_dim, tokens=plan.chunk_tokens,
-            keys=tiles.keys, padded_splits=next_power_of_2(splits), num_warps=4,
+            keys=tiles.keys, heads=_JOINED_HEADS, num_warps=4,
         )  # fmt: skip
 
 
@@ -163,14 +185,6 @@ def _schedule_place(workspace: Tensor, plan: AttentionPlan) -> Tensor:
     rows, width = plan.schedule_shape
     end = plan.workspace_numel
     return workspace[end - rows * width : end].view(torch.int32).view(rows, width)
-
-
-def _size_class(num_requests: int) -> int:
-    """A power of two that holds them: few of them, since each is compiled by itself."""
-    size = 16
-    while size < num_requests:
-        size *= 4
-    return size
 
 
 def _check(

@@ -23,6 +23,7 @@ INTERPRETED = HAS_TRITON and os.environ.get("TRITON_INTERPRET", "0") == "1"
 if TYPE_CHECKING:
     triton: Any
     tl: Any
+    TensorDescriptor: Any
     Pointer: TypeAlias = Any
     Scalar: TypeAlias = Any
     Tile: TypeAlias = Any
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 elif HAS_TRITON:
     import triton
     import triton.language as tl
+    from triton.tools.tensor_descriptor import TensorDescriptor
 
     Pointer = Scalar = Tile = tl.tensor
     constexpr = tl.constexpr
@@ -62,9 +64,23 @@ class _Missing:
         )
 
 
+def descriptor(matrix: torch.Tensor, block: tuple[int, int]) -> Any:
+    """What a kernel takes to fetch blocks of a contiguous `matrix` whole: on Hopper by the tensor
+    memory accelerator."""
+    return TensorDescriptor.from_tensor(matrix, list(block))
+
+
 def runs_on(device: torch.device) -> bool:
     """Whether kernels can be called with tensors on this device."""
     return HAS_TRITON and (INTERPRETED if device.type == "cpu" else device.type == "cuda")
+
+
+def size_class(count: int) -> int:
+    """A power of two that is at least `count`: few of them, since each is compiled by itself."""
+    size = 16
+    while size < count:
+        size *= 4
+    return size
 
 
 def next_power_of_2(n: int) -> int:

@@ -18,8 +18,13 @@ from kernel_twins import (
 
 from interlace.layers.attention_backend import KVCacheLayout
 from interlace.layers.kernels import pointwise
-from interlace.layers.kernels.attention_plan import plan_attention
-from interlace.layers.kernels.gathered_attention import GatheredChunk, GatherWorkspace
+from interlace.layers.kernels.attention_plan import (
+    LARGE_TILES,
+    SMALL_TILES,
+    Tiles,
+    plan_attention,
+)
+from interlace.layers.kernels.gathered_attention import GatheredKeys, KeyRoom, place_keys
 from interlace.layers.kernels.greedy import greedy
 from interlace.layers.kernels.matvec import matvec
 from interlace.layers.kernels.paged_attention import paged_attention, schedule_decode
@@ -151,25 +156,98 @@ def test_one_captured_graph_serves_requests_that_come_and_go() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("heads", [Heads(32, 8, 128), Heads(16, 8, 128), Heads(9, 3, 64)], ids=str)
-@pytest.mark.parametrize(("new", "context"), [(600, 0), (2048, 2048), (700, 3333), (512, 7168)])
-def test_long_chunks_by_gathering(heads: Heads, dtype: torch.dtype, new: int, context: int) -> None:
-    case = AttentionCase.random([(context, new)], heads, dtype=dtype, device="cuda")
-    workspace = GatherWorkspace.allocate(
-        max_new=2048,
-        max_len=8192,
+@pytest.mark.parametrize("heads", [Heads(32, 8, 128), Heads(16, 8, 80), Heads(9, 3, 64)], ids=str)
+@pytest.mark.parametrize("tiles", [LARGE_TILES, SMALL_TILES], ids=str)
+def test_gathered_keys(heads: Heads, dtype: torch.dtype, tiles: Tiles) -> None:
+    for spans in (
+        [(0, 600)],
+        [(2048, 2048)],
+        [(3333, 700), (50, 1), (-1, 3), (129, 17), (7168, 1)],
+    ):
+        case = AttentionCase.random(spans, heads, dtype=dtype, device="cuda", spare_rows=5)
+        for splits in (1, 3):
+            case.check(case.gathered_plan(tiles, splits))
+
+
+@pytest.mark.parametrize("tokens", [256, 528, 688, 2048])
+def test_a_captured_step_gathers_whatever_lengths_come(tokens: int) -> None:
+    """One graph for steps of one long chunk, of several and of decodes."""
+    heads = Heads(32, 8, 128)
+    mixes = ([(2000, tokens)], [(500, tokens - 150), (0, 100), (77, 50)], [(300, 1)] * 8)
+    cases = [
+        AttentionCase.random(
+            [*mix, *[(-1, 0)] * (8 - len(mix))],
+            heads,
+            dtype=torch.bfloat16,
+            device="cuda",
+            spare_rows=tokens - sum(new for _, new in mix),
+        )
+        for mix in mixes
+    ]
+    plan = plan_attention(
+        num_tokens=tokens,
+        num_requests=8,
+        max_query_len=tokens,
+        max_seq_len=16384,
         num_heads=heads.num_heads,
         num_kv_heads=heads.num_kv_heads,
         head_dim=heads.head_dim,
-        dtype=dtype,
+        dtype=torch.bfloat16,
+        num_sms=132,
+        may_gather=True,
+    )
+    assert plan.is_gathered
+    room = KeyRoom.allocate(
+        capacity=16384,
+        num_kv_heads=heads.num_kv_heads,
+        head_dim=heads.head_dim,
+        dtype=torch.bfloat16,
         device=torch.device("cuda"),
     )
-    for tensor in (workspace.keys, workspace.values, workspace.queries):
-        tensor.fill_(math.nan)
-    found = torch.full_like(case.q, math.nan)
-    chunk = GatheredChunk(new, new + context, case.block_table[0], workspace, scale=case.scale)
-    chunk.attend(case.q, case.pages, found)
-    assert relative_error(found, case.expected()) < TOLERANCE[dtype]
+    most = max(len(case.pages) for case in cases)
+    pages = torch.full((most, *cases[0].pages.shape[1:]), math.nan, dtype=torch.bfloat16).cuda()
+    q = torch.zeros_like(cases[0].q).contiguous()
+    columns = max(case.block_table.shape[1] for case in cases)
+    table = torch.zeros((8, columns), dtype=torch.int32, device="cuda")
+    seq_lens = torch.zeros(8, dtype=torch.int32, device="cuda")
+    query_start_loc = torch.zeros(9, dtype=torch.int32, device="cuda")
+    out = torch.empty_like(q)
+    workspace = torch.empty(plan.workspace_numel, device="cuda")
+    starts = torch.zeros_like(query_start_loc)
+
+    def attend() -> None:
+        place_keys(seq_lens, query_start_loc, out=starts)
+        paged_attention(
+            q,
+            pages,
+            table,
+            seq_lens,
+            query_start_loc,
+            plan=plan,
+            scale=cases[0].scale,
+            out=out,
+            workspace=workspace,
+            gathered=GatheredKeys(room, starts),
+        )
+
+    attend()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        attend()
+    for case in (*cases, *reversed(cases)):
+        room.keys.fill_(math.nan)
+        room.values.fill_(math.nan)
+        pages.fill_(math.nan)
+        pages[: len(case.pages)] = case.pages
+        q.copy_(case.q)
+        table[:, : case.block_table.shape[1]] = case.block_table
+        seq_lens.copy_(case.seq_lens)
+        query_start_loc.copy_(case.query_start_loc)
+        graph.replay()
+        rows = int(case.query_start_loc[-1])
+        error = relative_error(out[:rows], case.expected()[:rows])
+        assert error < TOLERANCE[torch.bfloat16]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -88,7 +88,9 @@ class InOne:
 def _full_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every step is one graph."""
 
-    def find(pool: GraphPool, size: StepSize, *, is_decode: bool) -> Captured | None:
+    def find(
+        pool: GraphPool, size: StepSize, *, is_decode: bool, can_gather: bool
+    ) -> Captured | None:
         return InOne(pool._forward, size)
 
     monkeypatch.setattr(GraphPool, "find", find)

@@ -24,7 +24,6 @@ from interlace.layers.checkpoint.loading import Silent
 from interlace.layers.device_copies import Upload
 from interlace.layers.gpu import runner as runner_module
 from interlace.layers.gpu.graphs import GraphSizes
-from interlace.layers.gpu.long_chunks import LongChunks
 from interlace.layers.gpu.runner import GpuRunner
 from interlace.layers.gpu.sampling import Mark
 from interlace.layers.graph_mode import GraphMode
@@ -159,10 +158,9 @@ def test_a_step_that_samples_nothing_is_waited_for(monkeypatch: pytest.MonkeyPat
 
 
 def test_no_memory_to_prepare_attention(monkeypatch: pytest.MonkeyPatch) -> None:
-    def prepare(chunks: LongChunks, progress: object) -> None:
+    def compile_attention(runner: GpuRunner, progress: object) -> None:
         raise torch.OutOfMemoryError("no")
 
-    monkeypatch.setattr(LongChunks, "prepare", prepare)
-    monkeypatch.setattr(GpuRunner, "_compile_attention", lambda *_: None)
+    monkeypatch.setattr(GpuRunner, "_compile_attention", compile_attention)
     with pytest.raises(ConfigError, match=r"prepare attention: lower gpu_memory_utilization"):
         _runner(_pages()).capture(GraphMode.NONE, GraphSizes(), Silent())

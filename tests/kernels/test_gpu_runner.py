@@ -17,8 +17,11 @@ from interlace.engine.request import Request, RequestStatus
 from interlace.engine.sampling_params import SamplingParams
 from interlace.engine.scheduler import Scheduler
 from interlace.engine.scheduler_output import SchedulerOutput
+from interlace.layers.gpu import runner as runner_module
 from interlace.layers.gpu.runner import GpuRunner
-from interlace.layers.kernels import matvec
+from interlace.layers.kernels import attention_plan, matvec, paged_attention
+from interlace.layers.kernels.attention_plan import Tiles
+from interlace.layers.kernels.gathered_attention import KeyRoom, gather_keys
 from interlace.layers.kernels.toolchain import INTERPRETED
 from interlace.layers.kv_pages import KVPages
 
@@ -100,8 +103,34 @@ class Driver:
             pass
 
 
+@pytest.fixture(params=["by pages", "gathered", "no room to gather"])
+def gathers_keys(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Whether keys are gathered, of short chunks in float32 too; a True is added for each call."""
+    calls: list[bool] = []
+    if request.param == "by pages":
+        return calls
+
+    def gather(*args: Any) -> None:
+        calls.append(True)
+        gather_keys(*args)
+
+    def may(head_dim: int, group: int, max_query_len: int, dtype: torch.dtype) -> bool:
+        return max_query_len > 1
+
+    for module in (attention_plan, runner_module):
+        monkeypatch.setattr(module, "gathers", may)
+    for name in ("LARGE_TILES", "SMALL_TILES"):
+        monkeypatch.setattr(attention_plan, name, Tiles(16, 32, num_warps=4, num_stages=2))
+    monkeypatch.setattr(paged_attention, "gather_keys", gather)
+    if request.param == "no room to gather":
+        monkeypatch.setattr(KeyRoom, "holds", lambda *_: False)
+    return calls
+
+
 @both_depths
-def test_answers_are_those_of_the_plain_decoder(depth: int) -> None:
+def test_answers_are_those_of_the_plain_decoder(
+    depth: int, gathers_keys: list[bool], request: pytest.FixtureRequest
+) -> None:
     """Chunks, decodes and mixed steps, with prefixes shared and one tail copied."""
     driver = Driver(depth=depth, budget=7)
     common = [5, 9, 2, 7, 1, 1, 8, 3]
@@ -114,6 +143,7 @@ def test_answers_are_those_of_the_plain_decoder(depth: int) -> None:
     driver.run()
     for request_id, prompt in zip(driver.outputs, prompts, strict=True):
         assert driver.outputs[request_id] == plain_answer(MODEL, prompt, 3), request_id
+    assert any(gathers_keys) == ("[gathered" in request.node.name)
 
 
 def test_requests_that_are_preempted_come_to_the_same_end() -> None:

@@ -149,7 +149,7 @@ def test_captured_steps_fit_into_the_largest(
     sizes, largest = limits.sizes, limits.largest
     for kind, most in (
         (sizes.decode, min(max_num_seqs, 512)),
-        (sizes.mixed, 512),
+        (sizes.mixed, 2048),
         (sizes.chunk, 8192),
     ):
         assert list(kind) == sorted(set(kind))

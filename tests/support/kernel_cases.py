@@ -12,7 +12,8 @@ from kernel_twins import paged_attention_twin, relative_error
 from torch import Tensor
 
 from interlace.layers.attention_backend import KVCacheLayout
-from interlace.layers.kernels.attention_plan import AttentionPlan, plan_attention
+from interlace.layers.kernels.attention_plan import KEY_GRAIN, AttentionPlan, Tiles, plan_attention
+from interlace.layers.kernels.gathered_attention import GatheredKeys, KeyRoom, place_keys
 from interlace.layers.kernels.paged_attention import paged_attention, schedule_decode
 from interlace.layers.kv_pages import KVPages
 
@@ -117,6 +118,27 @@ class AttentionCase:
             self.seq_lens, self.query_start_loc, plan=plan, out=out, window=window
         )
 
+    def gathered_plan(self, tiles: Tiles, splits: int) -> AttentionPlan:
+        """One that gathers keys, with these tiles."""
+        return dataclasses.replace(self.plan(chunk_splits=splits), is_gathered=True, chunk=tiles)
+
+    def gathered(self) -> GatheredKeys:
+        """As placed on the device, in a room for just these spans, poisoned."""
+        several = self.query_start_loc.diff() > 1
+        lengths = self.seq_lens[several].tolist()
+        room = KeyRoom.allocate(
+            capacity=max(1, sum(-(-length // KEY_GRAIN) * KEY_GRAIN for length in lengths)),
+            num_kv_heads=self.pages.shape[3],
+            head_dim=self.q.shape[2],
+            dtype=self.q.dtype,
+            device=self.q.device,
+        )
+        assert room.holds(lengths)
+        for part in (room.keys, room.values):
+            part[..., : self.q.shape[2]] = math.nan
+        starts = torch.full_like(self.query_start_loc, -(10**9))
+        return GatheredKeys(room, place_keys(self.seq_lens, self.query_start_loc, out=starts))
+
     def run(self, plan: AttentionPlan, window: int = 0, schedule: Tensor | None = None) -> Tensor:
         """The kernel's answer, into poisoned memory."""
         device = self.q.device
@@ -131,6 +153,7 @@ class AttentionCase:
             out=torch.full(self.q.shape, math.nan, dtype=self.q.dtype, device=device),
             workspace=torch.full((plan.workspace_numel,), math.nan, device=device),
             schedule=schedule,
+            gathered=self.gathered() if plan.is_gathered else None,
             window=window,
         )
 
