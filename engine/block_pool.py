@@ -72,7 +72,7 @@ class BlockPool:
     ) -> None:
         self.blocks = [KVCacheBlock(i) for i in range(num_blocks)]
         self.null_block = self.blocks[0]
-        self._free = OrderedDict((block.block_id, block) for block in self.blocks[1:])
+        self._free = self._all_free()
         self._by_hash: dict[BlockHash, KVCacheBlock] = {}
         # (parent, first token) -> a block that may be copied. Siblings that begin alike share one
         # place: a look-up costs the same however many prompts there were.
@@ -80,6 +80,9 @@ class BlockPool:
         self._enable_caching = enable_caching
         self._clock = clock
         self._events = events
+
+    def _all_free(self) -> OrderedDict[int, KVCacheBlock]:
+        return OrderedDict((block.block_id, block) for block in self.blocks[1:])
 
     @property
     def num_usable_blocks(self) -> int:
@@ -263,9 +266,13 @@ class BlockPool:
         block.pending_step = None
 
     def reset_prefix_cache(self) -> bool:
-        """Forget all content. Returns False, and does nothing, while any block is held."""
+        """Forget all content. Returns False, and does nothing, while any block is held.
+
+        Blocks that hold nothing are all the same, so they lie in order again, as at first.
+        """
         if self.num_free_blocks != self.num_usable_blocks:
             return False
+        self._free = self._all_free()
         for block in self.blocks:
             block.block_hash = block.pending_step = block.tokens = None
         self._by_hash.clear()

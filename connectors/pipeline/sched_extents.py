@@ -6,8 +6,9 @@ what records hold. Any one thread.
 
 from __future__ import annotations
 
-LARGEST_EXTENT = 32
-"""Records of an extent."""
+LARGEST_EXTENT = 64
+"""Records of an extent. A prefix of 8,192 tokens in a memory that was used for long lies in eight, and
+comes at 0.95 of the link's speed; with extents of 32 it came at 0.88 (an NVIDIA H200)."""
 FEWEST_EXTENTS = 8
 """A small memory has smaller extents rather than fewer."""
 
@@ -57,18 +58,25 @@ class FreeExtents:
         """
         taken: list[int] = []
         while len(taken) < num_records:
-            begin = self._next_run(after)
+            begin = self._next_run(after, num_records - len(taken))
             end = self._end_of_run(begin, num_records - len(taken))
             self._mark_taken(begin, end)
             taken += range(begin, end)
             after = end - 1
         return taken
 
-    def _next_run(self, after: int | None) -> int:
-        """Where to begin."""
+    def _next_run(self, after: int | None, num_records: int) -> int:
+        """Where to begin.
+
+        With whole extents as far before the oldest one as they are neighbours, and wanted: a prefix
+        that has made room was let go from its tail on, so the oldest is the last of them.
+        """
         if after is not None and after + 1 in self:
             return after + 1
         extent = next(iter(self._whole or self._partly))
+        most = extent - -(-num_records // self.extent_size) + 1
+        while extent in self._whole and extent > most and extent - 1 in self._whole:
+            extent -= 1
         return self._is_free.index(1, extent * self.extent_size)
 
     def _end_of_run(self, begin: int, longest: int) -> int:

@@ -7,6 +7,7 @@ from scheduling import ManualClock
 
 from interlace.engine.block_hash import BlockHash
 from interlace.engine.block_pool import BlockPool, BlockTokens, KVCacheBlock
+from interlace.engine.block_runs import runs_of
 from interlace.engine.events import (
     BlockCleared,
     BlockRemoved,
@@ -194,6 +195,21 @@ def test_resetting_needs_a_pool_that_nobody_uses() -> None:
     assert pool.reset_prefix_cache()
     assert pool.num_cached_blocks == 0
     assert all(block.block_hash is None for block in pool.blocks)
+
+
+def test_resetting_puts_what_is_free_in_order_again() -> None:
+    """Or else a prefix that is loaded after a reset would lie in as many runs as before it."""
+    pool = make_pool(200)
+    held = [pool.get_new_blocks(3) for _ in range(66)]
+    for blocks in held[::2] + held[1::2]:
+        pool.free_blocks(blocks)
+    assert len(runs_of(block.block_id for block in pool.get_new_blocks(99))) > 1
+    pool = make_pool(200)
+    held = [pool.get_new_blocks(3) for _ in range(66)]
+    for blocks in held[::2] + held[1::2]:
+        pool.free_blocks(blocks)
+    assert pool.reset_prefix_cache()
+    assert ids(pool.get_new_blocks(99)) == list(range(1, 100))
 
 
 @pytest.mark.parametrize("has_content", [True, False])

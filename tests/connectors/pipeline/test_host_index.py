@@ -41,16 +41,16 @@ class TestNeighbours:
         index = HostIndex(1024)
         first = store(index, prefix("a", 3))
         second = store(index, prefix("b", 3))
-        assert second[0] == 32
-        more = index.allocate(40, after=first[-1])
+        assert second[0] == 64
+        more = index.allocate(80, after=first[-1])
         assert more is not None
-        assert more[:29] == list(range(3, 32))  # the rest of its extent
-        assert more[29:] == list(range(64, 75))  # then the next free one
+        assert more[:61] == list(range(3, 64))  # the rest of its extent
+        assert more[61:] == list(range(128, 147))  # then the next free one
 
     def test_growing_goes_on_into_the_next_extent(self) -> None:
         index = HostIndex(1024)
-        first = store(index, prefix("a", 32))
-        assert index.allocate(2, after=first[-1]) == [32, 33]
+        first = store(index, prefix("a", 64))
+        assert index.allocate(2, after=first[-1]) == [64, 65]
 
     def test_when_whole_extents_have_gone_parts_of_others_are_used(self) -> None:
         index = HostIndex(256)
@@ -59,7 +59,21 @@ class TestNeighbours:
         assert index.num_free == 256 - 16
         assert index.allocate(31) == [*range(2, 32), 34]
 
-    @pytest.mark.parametrize(("num_records", "size"), [(1, 1), (7, 1), (100, 8), (256, 32)])
+    def test_extents_that_were_let_go_from_the_tail_on_are_one_run(self) -> None:
+        """As a prefix lets go of them. Only as many as are wanted: the others stay together."""
+        index = HostIndex(640)
+        for name in "abcdefghij":
+            store(index, prefix(name, 64))
+        for name in "fedcb":
+            for block_hash in prefix(name, 64):
+                record = index.find(block_hash)
+                assert record is not None
+                index.forget(record)
+        assert index.allocate(100) == list(range(256, 356))
+        assert index.allocate(192) == [*range(64, 256)]
+        assert index.allocate(28) == list(range(356, 384))
+
+    @pytest.mark.parametrize(("num_records", "size"), [(1, 1), (7, 1), (100, 8), (256, 32), (512, 64)])
     def test_a_small_memory_has_smaller_extents(self, num_records: int, size: int) -> None:
         extents = FreeExtents(num_records)
         assert extents.extent_size == size
