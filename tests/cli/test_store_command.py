@@ -341,8 +341,8 @@ def damaged(store: Path) -> Path:
 
 
 VERIFY = f"""\
-bad {TOY_FOLDER}/a.slab record 1: record 1 of a.slab has another checksum than its entry
-bad {TOY_FOLDER}/d.slab record 0: record 0 of d.slab has another checksum than its entry
+bad {TOY_FOLDER}/a.slab record 1: it has another checksum than its entry
+bad {TOY_FOLDER}/d.slab record 0: it has another checksum than its entry
 bad {BIG_FOLDER}/c.slab: its header has another digest than it says
 3 slabs, 7 records, 9.8 kB read: 2 records and 1 whole file bad
 """
@@ -412,7 +412,11 @@ def test_a_slab_of_another_version_is_not_dropped(store: Path) -> None:
 def test_verification_as_json(damaged: Path) -> None:
     found = said("verify", str(damaged), "--drop", code=1)
     dropped = found.pop("dropped")
-    assert [one["file"]["name"] for one in found.pop("flawed")] == [
+    flawed = found.pop("flawed")
+    assert flawed[0]["flaws"] == [
+        {"record": 1, "reason": "it has another checksum than its entry", "is_unread": False}
+    ], "file and record are said once"
+    assert [one["file"]["name"] for one in flawed] == [
         f"{TOY_FOLDER}/a.slab",
         f"{TOY_FOLDER}/d.slab",
         f"{BIG_FOLDER}/c.slab",
