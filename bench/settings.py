@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
+from interlace.connectors.factory import KVConnectorFactory
 from interlace.engine.config import EngineConfig, KVTransferConfig
 from interlace.engine.ports import Progress
 
@@ -38,12 +39,15 @@ class Settings:
     """Whether the device's limits are measured, for figures to be shares of."""
 
     def check(self) -> None:
-        """Refuse options that no engine takes, before a model is loaded.
+        """Refuse options that no engine, and no connector, takes, before a model is loaded. On the
+        device thread.
 
         Raises: `ConfigError`.
         """
-        for _ in self.engine_configs():
-            pass
+        for _, config in self.engine_configs():
+            transfer = config.kv_transfer_config
+            if transfer is not None and transfer.is_kv_transfer_instance:
+                KVConnectorFactory().validate_config(config)
 
     def engine_configs(self) -> Iterator[tuple[int | None, EngineConfig]]:
         """For each engine the steps in flight that were asked for, and its configuration.

@@ -23,6 +23,7 @@ class BlockingThread:
 
     def __init__(self, name: str) -> None:
         self._name = name
+        self._lock = threading.Lock()
         self._started = False
         self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
 
@@ -31,13 +32,22 @@ class BlockingThread:
 
         Cancellation: the call itself goes on, its result is dropped.
         """
+        return await self.submit(function)
+
+    def submit(self, function: Callable[[], T]) -> asyncio.Future[T]:
+        """Let `function` run on the thread; what becomes of it. The loop's thread."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[T] = loop.create_future()
-        self._calls.put(lambda: _answer(loop, future, function))
-        if not self._started:
-            self._started = True
+        self.post(lambda: _answer(loop, future, function))
+        return future
+
+    def post(self, function: Callable[[], None]) -> None:
+        """Let `function`, which raises nothing, run on the thread. Any thread."""
+        self._calls.put(function)
+        with self._lock:
+            is_first, self._started = not self._started, True
+        if is_first:
             threading.Thread(target=self._serve, name=self._name, daemon=True).start()
-        return await future
 
     def _serve(self) -> None:
         while True:

@@ -22,6 +22,7 @@ from interlace.cli.chat_modes import converse, one_shot
 from interlace.cli.chat_session import ChatSession
 from interlace.cli.kv_options import KVConfig, KVConnector, KVDir, kv_transfer_config
 from interlace.cli.lines import LineReader, LineSource, TypedLines, terminal_restored
+from interlace.cli.log_lines import log_between_answers
 from interlace.cli.own_process import frozen_heap
 from interlace.cli.progress import progress_for
 from interlace.cli.running import run
@@ -248,6 +249,8 @@ async def talk(
         loading = progress.task(f"Loading {config.model}", None)
         with loading if is_terminal(sys.stderr) else contextlib.nullcontext():
             engine = await stack.enter_async_context(open_engine(config, progress))
+        # Behind the loading, whose bars take care of lines that come between.
+        await stack.enter_async_context(log_between_answers(screen))
         session = ChatSession(engine, params, system=how.system)
         if earlier is not None:
             await screen.note(resume(session, earlier))

@@ -79,6 +79,7 @@ async def ask(session: ChatSession, text: str, screen: Screen, *, as_json: bool)
     if as_json:
         turn = await session.turn(text, _show_nothing)
         await screen.answer(turn_as_json(turn) + "\n")
+        await screen.end_answer()
         return turn
     turn = await session.turn(text, screen.answer)
     await screen.end_answer()

@@ -1,11 +1,14 @@
 """What the chat shows: answers on standard output, remarks beside them.
 
-On a terminal remarks are dim and stand between the answers. Elsewhere standard output carries the
-answers alone, as plain text, and remarks go to standard error. Knows nothing of chats.
+On a terminal remarks are dim and stand between the answers, and so do warnings. Elsewhere standard
+output carries the answers alone, as plain text, and remarks go to standard error. Knows nothing of
+chats.
 """
 
 from __future__ import annotations
 
+import collections
+import contextlib
 import io
 import os
 import re
@@ -13,8 +16,11 @@ import sys
 from typing import TextIO
 
 from interlace.cli.blocking import BlockingThread
+from interlace.engine.device_thread import finish_despite_cancel
 from interlace.engine.errors import InterlaceError
 
+MOST_WAITING = 100
+"""Warnings that wait for the end of an answer. One more, and they break its line: none is lost."""
 PROMPT = "> "
 DIM, RED, RESET = "\x1b[2m", "\x1b[31m", "\x1b[0m"
 # Control characters but newline and tab, and those that reorder the text around them.
@@ -54,7 +60,10 @@ class Screen:
         self._terminal = terminal
         self._colour = colour
         self._thread = BlockingThread("interlace-stdout")
+        # What follows is used on that thread alone, but that any thread adds to `_waiting`.
+        self._in_answer = False
         self._mid_line = False
+        self._waiting: collections.deque[str] = collections.deque()
 
     @classmethod
     def of_process(cls) -> Screen:
@@ -71,17 +80,19 @@ class Screen:
             colour=terminal and not plain,
         )
 
+    @property
+    def shares_terminal(self) -> bool:
+        """Whether answers and what goes to standard error stand on a terminal both."""
+        return self._terminal and is_terminal(self._err)
+
     async def answer(self, text: str) -> None:
-        """Write a piece of an answer at once."""
+        """Write a piece of an answer at once. `end_answer`, or what begins with it, ends it."""
         if text:
-            await self._write(self._out, self._safe(text))
-            self._mid_line = not text.endswith("\n")
+            await self._thread.call(lambda: self._put_answer(text))
 
     async def end_answer(self) -> None:
-        """Finish the line that an answer has begun, if it has."""
-        if self._mid_line:
-            self._mid_line = False
-            await self._write(self._out, "\n")
+        """Finish the line that an answer has begun, if it has, and show what waits for that."""
+        await self._thread.call(self._end_answer)
 
     async def note(self, text: str) -> None:
         """Write a remark on lines of its own."""
@@ -99,7 +110,19 @@ class Screen:
 
     async def end_prompt(self) -> None:
         """Finish the line of a prompt that got no answer."""
-        await self._write(self._beside, "\n")
+        await self._thread.call(self._end_prompt)
+
+    def warn(self, text: str) -> None:
+        """Write a warning on standard error, on lines of its own: between two answers, for it waits
+        while one is written. Any thread; returns at once, and raises nothing."""
+        self._waiting.append(self._safe(text) + "\n")
+        self._thread.post(self._put_warnings)
+
+    async def show_warnings(self) -> None:
+        """Write what waits, also behind an answer that was broken off: nothing may be left when the
+        screen goes. Raises nothing. Cancellation: waits for the end of that all the same."""
+        if self._waiting:
+            await finish_despite_cancel(self._thread.submit(self._break_off))
 
     def _safe(self, text: str) -> str:
         return harmless(text) if self._terminal else text
@@ -108,15 +131,55 @@ class Screen:
         return f"{style}{text}{RESET}" if self._colour else text
 
     async def _write(self, stream: TextIO, text: str) -> None:
-        def write() -> None:
-            try:
-                stream.write(text)
-                stream.flush()
-            except BrokenPipeError:
-                raise
-            except OSError as error:
-                raise InterlaceError(
-                    f"the output cannot be written ({error.strerror}); send it somewhere else."
-                ) from error
+        await self._thread.call(lambda: _put(stream, text))
 
-        await self._thread.call(write)
+    # ---------------------------------------------------------------- on the thread
+
+    def _put_answer(self, text: str) -> None:
+        self._in_answer = True
+        _put(self._out, self._safe(text))
+        self._mid_line = not text.endswith("\n")
+
+    def _end_answer(self) -> None:
+        if self._mid_line:
+            self._mid_line = False
+            _put(self._out, "\n")
+        self._in_answer = False
+        self._put_warnings()
+
+    def _end_prompt(self) -> None:
+        _put(self._beside, "\n")
+        if self._beside is self._out:
+            self._mid_line = False
+
+    def _break_off(self) -> None:
+        self._in_answer = False
+        self._put_warnings()
+
+    def _put_warnings(self) -> None:
+        """Those that wait, unless it is for an answer."""
+        if not self._waiting or (self._in_answer and len(self._waiting) <= MOST_WAITING):
+            return
+        # As logging does: who cannot be told of a warning cannot be told of that either.
+        unsaid = contextlib.suppress(OSError, ValueError, InterlaceError)
+        if self._mid_line:
+            self._mid_line = False
+            with unsaid:
+                _put(self._out, "\n")
+        while self._waiting:
+            with unsaid:
+                _put(self._err, self._waiting[0])
+            self._waiting.popleft()  # now: `show_warnings` waits for what is not written
+
+
+def _put(stream: TextIO, text: str) -> None:
+    """Write at once. Raises: as `Screen` says."""
+    try:
+        stream.write(text)
+        stream.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise InterlaceError(
+            f"the output cannot be written ({error.strerror}); send it somewhere else."
+        ) from error

@@ -36,6 +36,7 @@ from interlace.cli.store_arguments import (
     selector,
 )
 from interlace.cli.store_text import (
+    choices_line,
     collected_lines,
     count,
     listing_fields,
@@ -179,23 +180,29 @@ def remove(
 ) -> None:
     """Remove whole slabs, but for those that a process writes to. Asks first.
 
-    A slab holds blocks of many prompts: what else goes is told before it is asked.
+    A slab holds blocks of many prompts: what else goes is told before it is asked. Where nothing
+    is chosen, what there is to choose from is told.
     """
     from interlace.connectors.slab_store.inspection import removal, survey
     from interlace.connectors.slab_store.inspection.reports import FileReport
 
     now_ns = _clock(context)()
     select = selector(now_ns, model, prefix, older_than, everything=everything)
-    selection = select(_survey(directory, now_ns))
+    found = _survey(directory, now_ns)
+    selection = select(found)
+    there = None if selection.files else removal.choices(found, model)
     if selection.files and not yes:
         _confirm(selection, directory)
     with _errors():
         store = survey.open_store(directory)
         done = removal.remove(store, map(FileReport.of, selection.files))
     if as_json:
-        print_json(**removal_fields(done))
+        print_json(**removal_fields(done), choices=there)
     else:
         print_lines(removal_lines(done, ""))
+        if there is not None:
+            line = choices_line(there, now_ns, model=model, prefix=prefix, older_than=older_than)
+            print_lines([line] if line else [])
     if done.failed:
         raise typer.Exit(1)
 

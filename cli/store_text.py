@@ -16,6 +16,7 @@ from interlace.cli.store_arguments import SECONDS
 if TYPE_CHECKING:
     from interlace.cli.store_words import Words
     from interlace.connectors.slab_store.inspection.reports import (
+        Choices,
         Collected,
         FileReport,
         Listing,
@@ -231,6 +232,39 @@ def removal_lines(removal: Removal, with_them: str) -> Iterator[str]:
         yield f"{count(num_removed, 'file')} removed, {size}{with_them}"
     else:
         yield "nothing was removed"
+
+
+def choices_line(
+    there: Choices, now_ns: int, *, model: str | None, prefix: str | None, older_than: str | None
+) -> str | None:
+    """`rm` that chose nothing: what it could have chosen by the option that is not None; None
+    without one."""
+    from interlace.connectors.slab_store.inspection.removal import DIGEST_DIGITS
+
+    if model is prefix is older_than is None:
+        return None
+    if there.used_ns is None:
+        return "the store has no slabs"
+    if model is not None:
+        names = [f"{one.name} ({one.digest[:DIGEST_DIGITS]})" for one in there.models]
+        known = _few(names, there.num_models, "stat")
+        return f"no slab is of a model {model!r}: there {known or 'is none whose model is known'}"
+    if prefix is not None:
+        hashes = [one[:HASH_DIGITS] for one in there.first_hashes]
+        known = _few(hashes, there.num_first_hashes, "ls")
+        return f"no prefix has a hash that begins with {prefix}: there {known or 'is none'}"
+    return f"no slab is as old: the least recent use was {age_text(there.used_ns, now_ns)} ago"
+
+
+def _few(names: Sequence[str], number: int, command: str) -> str:
+    """As in "are a, b and 3 more, which interlace store ls shows"; empty if there are none."""
+    if not names:
+        return ""
+    more = number - len(names)
+    listed = ", ".join(names)
+    if more:
+        listed += f" and {more} more, which interlace store {command} shows"
+    return f"{'is' if number == 1 else 'are'} {listed}"
 
 
 def collected_lines(done: Collected, now_ns: int, *, dry_run: bool) -> Iterator[str]:

@@ -105,8 +105,9 @@ class KVConnectorBase_V1(ABC):  # noqa: N801 - the protocol's name
 
     Beside vLLM's protocol there are extensions, all of which a connector may leave alone: `lanes`,
     `get_layer_gates`, `get_compute_end`, `advance_transfers`, `get_late_load_errors`,
-    `KVConnectorMetadata.is_idle`, `default_load_failure_policy`, and what `interlace check` is told
-    by `kv_is_synthetic`, `check_setup`, `store_fault_kinds` and `inject_store_fault`.
+    `KVConnectorMetadata.is_idle`, `default_load_failure_policy`, `validate_config`, and what
+    `interlace check` is told by `kv_is_synthetic`, `check_setup`, `store_fault_kinds` and
+    `inject_store_fault`.
     """
 
     kv_is_synthetic: bool = False
@@ -473,6 +474,18 @@ class KVConnectorBase_V1(ABC):  # noqa: N801 - the protocol's name
         steps, or when the engine could not be opened."""
 
     # ---------------------------------------------------------------- of the class
+
+    @classmethod  # noqa: B027
+    def validate_config(cls, vllm_config: EngineConfig) -> None:
+        """Refuse early what the constructor would refuse: a bad option shows before weights load.
+
+        Called before the model is loaded, which may take minutes, and again before an instance is
+        made; device thread, so it may look at files, but it must change nothing. `vllm_config` is
+        what the user gave: what the model and the machine decide is not known yet, so parts of it
+        may be None or cannot be read. The constructor checks all the same. Not called for a class
+        with a constructor of its own that inherits this: options that only that one knows would be
+        refused. Raises: `ConfigError`. An extension of the protocol.
+        """
 
     @classmethod
     def check_setup(cls, scratch: Path) -> CheckSetup:

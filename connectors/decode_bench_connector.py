@@ -97,6 +97,12 @@ class DecodeBenchConnector(KVConnectorBase_V1):
         self._to_fill: dict[str, tuple[tuple[list[int], ...], int]] = {}  # for the next message
         self._filler: BlockFiller | None = None
 
+    @classmethod
+    def validate_config(cls, vllm_config: EngineConfig) -> None:
+        """Raises: `ConfigError` for bad options."""
+        assert vllm_config.kv_transfer_config is not None, "it names this class"
+        DecodeBenchOptions.of(vllm_config.kv_transfer_config)
+
     @property
     def is_idle(self) -> bool:
         """Whether this side remembers no request."""

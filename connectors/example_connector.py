@@ -21,8 +21,9 @@ This module maps the protocol's two roles to two objects. Read on in this order:
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +38,7 @@ from interlace.connectors.kv_folders.counters import KVFolderCounters, Tally
 from interlace.connectors.kv_folders.folders import KVFolders
 from interlace.connectors.kv_folders.identity import KVIdentity
 from interlace.connectors.kv_folders.index import FolderIndex
+from interlace.connectors.new_folder import check_writable
 from interlace.connectors.slab_store.directory import MARKER
 from interlace.engine.config import EngineConfig
 from interlace.engine.errors import ConfigError
@@ -98,11 +100,7 @@ class ExampleConnector(KVConnectorBase_V1):
         KV, and on the worker side of a producer for a directory that cannot be written.
         """
         super().__init__(vllm_config, role, kv_cache_config)
-        if vllm_config.hidden_state_layer_ids:
-            raise ConfigError(
-                "ExampleConnector does not store hidden states, so prompts that it loads would lack"
-                " them: leave out hidden_state_layer_ids, or this connector."
-            )
+        _refuse_hidden_states(vllm_config)
         self.options = ExampleConnectorOptions.of(self._kv_transfer_config)
         self._folders = KVFolders(self.options.root, KVIdentity.of(vllm_config))
         self._tally = Tally()
@@ -146,20 +144,10 @@ class ExampleConnector(KVConnectorBase_V1):
     def _make_worker_side(self) -> None:
         from interlace.connectors.example_worker import ExampleWorker
 
-        if (self.options.root / MARKER).exists():
-            raise ConfigError(
-                f"{self.options.root} holds slabs of PipelineConnector's store of files (it has a"
-                f" {MARKER}): give ExampleConnector's shared_storage_path a directory of its own."
-            )
+        _refuse_slabs(self.options.root)
         if self._kv_transfer_config.is_kv_producer:
-            try:
+            with _saving_to(self.options.root):
                 self._folders.prepare()
-            except OSError as error:
-                raise ConfigError(
-                    f"KV cannot be saved to {self.options.root}: {error.strerror or error}. Choose"
-                    " a shared_storage_path that this user may create and write, or kv_role"
-                    " 'kv_consumer' to load only."
-                ) from error
         self._worker_side = ExampleWorker(
             self._folders,
             self._tally,
@@ -309,6 +297,19 @@ class ExampleConnector(KVConnectorBase_V1):
     # ---------------------------------------------------------------- of the class
 
     @classmethod
+    def validate_config(cls, vllm_config: EngineConfig) -> None:
+        """Raises: `ConfigError` for bad options, for an engine that keeps hidden states beside its
+        KV, and for a directory that is another store's or cannot be made."""
+        transfer = vllm_config.kv_transfer_config
+        assert transfer is not None, "it names this class"
+        _refuse_hidden_states(vllm_config)
+        root = ExampleConnectorOptions.of(transfer).root
+        _refuse_slabs(root)
+        if transfer.is_kv_producer and not root.is_dir():
+            with _saving_to(root):
+                check_writable(root)
+
+    @classmethod
     def check_setup(cls, scratch: Path) -> CheckSetup:
         """A directory in `scratch`, which is listed once: the time of day decides nothing."""
         return CheckSetup(
@@ -329,3 +330,34 @@ class ExampleConnector(KVConnectorBase_V1):
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> ExampleConnectorStats:
         """Statistics of this kind that consist of a copy of `data`."""
         return ExampleConnectorStats(data=dict(data or {}))
+
+
+def _refuse_hidden_states(config: EngineConfig) -> None:
+    """Raises: `ConfigError`."""
+    if config.hidden_state_layer_ids:
+        raise ConfigError(
+            "ExampleConnector does not store hidden states, so prompts that it loads would lack"
+            " them: leave out hidden_state_layer_ids, or this connector."
+        )
+
+
+def _refuse_slabs(root: Path) -> None:
+    """Raises: `ConfigError`."""
+    if (root / MARKER).exists():
+        raise ConfigError(
+            f"{root} holds slabs of PipelineConnector's store of files (it has a {MARKER}): give"
+            " ExampleConnector's shared_storage_path a directory of its own."
+        )
+
+
+@contextlib.contextmanager
+def _saving_to(root: Path) -> Iterator[None]:
+    """Raises: `ConfigError` for an `OSError`."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(
+            f"KV cannot be saved to {root}: {error.strerror or error}. Choose a"
+            " shared_storage_path that this user may create and write, or kv_role 'kv_consumer' to"
+            " load only."
+        ) from error

@@ -33,6 +33,8 @@ layer too, which it is given like all layers; ExampleConnector refuses one.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -46,6 +48,7 @@ from interlace.connectors.example_hidden_states_messages import (
 from interlace.connectors.example_hidden_states_options import HiddenStatesOptions
 from interlace.connectors.example_hidden_states_scheduler import HiddenStatesScheduler
 from interlace.connectors.example_hidden_states_worker import HiddenStatesWorker, cache_only_layer
+from interlace.connectors.new_folder import check_writable
 from interlace.engine.config import EngineConfig
 from interlace.engine.errors import ConfigError
 from interlace.engine.kv_connector import (
@@ -90,13 +93,8 @@ class ExampleHiddenStatesConnector(KVConnectorBase_V1):
 
     def _make_worker_side(self, config: EngineConfig) -> HiddenStatesWorker:
         root = self.options.root
-        try:
+        with _saving_to(root):
             files.prepare(root)
-        except OSError as error:
-            raise ConfigError(
-                f"hidden states cannot be saved to {root}: {error.strerror or error}. Choose a"
-                " shared_storage_path that this user may create and write."
-            ) from error
         return HiddenStatesWorker(
             root,
             self.lanes.lane("store"),
@@ -116,6 +114,14 @@ class ExampleHiddenStatesConnector(KVConnectorBase_V1):
         return metadata
 
     # ---------------------------------------------------------------- of the class
+
+    @classmethod
+    def validate_config(cls, vllm_config: EngineConfig) -> None:
+        """Raises: `ConfigError` for bad options, and for a folder that cannot be written."""
+        assert vllm_config.kv_transfer_config is not None, "it names this class"
+        root = HiddenStatesOptions.of(vllm_config.kv_transfer_config).root
+        with _saving_to(root):
+            check_writable(root)
 
     @classmethod
     def check_setup(cls, scratch: Path) -> CheckSetup:
@@ -211,3 +217,15 @@ class ExampleHiddenStatesConnector(KVConnectorBase_V1):
         """End the lane."""
         if self._worker_side is not None:
             self._worker_side.close()
+
+
+@contextlib.contextmanager
+def _saving_to(root: Path) -> Iterator[None]:
+    """Raises: `ConfigError` for an `OSError`."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(
+            f"hidden states cannot be saved to {root}: {error.strerror or error}. Choose a"
+            " shared_storage_path that this user may create and write."
+        ) from error

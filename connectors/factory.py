@@ -124,6 +124,29 @@ class KVConnectorFactory:
                 f" {type(error).__name__}: {error}"
             ) from error
 
+    def validate_config(self, config: EngineConfig) -> None:
+        """Refuse what can be seen to be wrong before there is a model; makes nothing. May look at
+        files: device thread.
+
+        Raises: `ConfigError` if the class cannot be found or used, for fields that it does not
+        read, and if it refuses its options; what else the class raises on purpose, an
+        `InterlaceError`, comes out as it is.
+        """
+        cls = self._class_of(config)
+        assert config.kv_transfer_config is not None, "it names the class"
+        _check_fields(cls, config.kv_transfer_config)
+        if not _validates_own_options(cls):
+            return
+        try:
+            cls.validate_config(config)
+        except InterlaceError:
+            raise
+        except Exception as error:
+            raise ConfigError(
+                f"the KV connector {cls.__name__} could not validate its options:"
+                f" {type(error).__name__}: {error}"
+            ) from error
+
     def required_layout(self, config: EngineConfig) -> KVCacheLayout:
         """How KV pages are to lie for the connector that `config` names.
 
@@ -278,6 +301,17 @@ def _check_fields(cls: type[KVConnectorBase_V1], config: KVTransferConfig) -> No
             f"{cls.__name__} does not read {', '.join(fields)}; none of Interlace's own connectors"
             " does. Leave that out, or configure it by kv_connector_extra_config."
         )
+
+
+def _validates_own_options(cls: type[KVConnectorBase_V1]) -> bool:
+    """Whether `validate_config` knows all options: not if a constructor was added below it, which
+    may take some out before it passes the rest on."""
+    for one in cls.__mro__:
+        if "validate_config" in vars(one):
+            return True
+        if "__init__" in vars(one):
+            return False
+    return False
 
 
 class _Way(enum.Enum):

@@ -6,6 +6,7 @@ A child is named by its key, its place and what the configuration calls it: "0:E
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import sys
@@ -78,6 +79,24 @@ def _spec(parent: KVTransferConfig, index: int, said: object) -> ChildSpec:
     return ChildSpec(index, _key(index, config), config, cls)
 
 
+def validate_children(config: EngineConfig) -> None:
+    """Let each child's class validate its options. Raises: `ConfigError`, naming the child; what
+    else a child raises on purpose comes out as it is."""
+    factory = KVConnectorFactory()
+    for spec in child_specs(config.kv_transfer_config):
+        with _named_in_errors(spec.index):
+            factory.validate_config(spec.engine_config(config))
+
+
+@contextlib.contextmanager
+def _named_in_errors(index: int) -> Iterator[None]:
+    """Say which child a `ConfigError` is of."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"MultiConnector: connectors[{index}]: {error}") from error
+
+
 def _key(index: int, config: KVTransferConfig) -> str:
     module_path = config.kv_connector_module_path
     place = "" if module_path is None else f"{module_path}."
@@ -135,13 +154,11 @@ class Children:
         try:
             for spec in specs:
                 config = spec.engine_config(parent)
-                connector = factory.create_connector(config, role, kv_cache_config)
+                with _named_in_errors(spec.index):
+                    connector = factory.create_connector(config, role, kv_cache_config)
                 children.append(Child(spec.index, spec.key, connector))
-        except BaseException as error:
+        except BaseException:
             _end(children)
-            if isinstance(error, ConfigError):
-                place = len(children)
-                raise ConfigError(f"MultiConnector: connectors[{place}]: {error}") from error
             raise
         return cls(children)
 

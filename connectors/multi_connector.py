@@ -54,7 +54,7 @@ from interlace.connectors.base import (
     SupportsHMA,
     supports_hma,
 )
-from interlace.connectors.multi_children import Child, child_specs
+from interlace.connectors.multi_children import Child, child_specs, validate_children
 from interlace.connectors.multi_messages import (
     MultiHandshakeMetadata,
     MultiMetadata,
@@ -197,6 +197,11 @@ class MultiConnector(MultiWorkerSide):
         self._each("shutdown", lambda c: c.shutdown())
 
     # ---------------------------------------------------------------- of the class
+
+    @classmethod
+    def validate_config(cls, vllm_config: EngineConfig) -> None:
+        """Of all children. Raises: `ConfigError`, naming the child."""
+        validate_children(vllm_config)
 
     @classmethod
     def check_setup(cls, scratch: Path) -> CheckSetup:

@@ -51,6 +51,7 @@ Read on in this order:
     pipeline/worker_backward.py  the same from the back, with a share that may change
     pipeline/worker_deadlines.py what happens when a copy does not return
     pipeline/records.py          the host memory
+    pipeline/store_directory.py  the directory of files
     pipeline/sched_files.py      files: what is read, copied from directly, and written there
     pipeline/worker_files.py     what is read before it is loaded, and written behind
     pipeline/worker_bulk.py      a load beside the steps, as far as its reads have come
@@ -70,6 +71,7 @@ from interlace.connectors.pipeline.messages import PipelineHandshake, PipelineMe
 from interlace.connectors.pipeline.options import PipelineOptions
 from interlace.connectors.pipeline.sched_stats import PipelineStats
 from interlace.connectors.pipeline.scheduler import PipelineScheduler, SchedulerSettings
+from interlace.connectors.pipeline.store_directory import check_directory
 from interlace.connectors.slab_store.catalog import Catalog
 from interlace.connectors.slab_store.faults import FAULT_KINDS
 from interlace.connectors.slab_store.lookup import StoredBlocks
@@ -348,6 +350,19 @@ class PipelineConnector(KVConnectorBase_V1):
             scheduler.close(_CLOSE_S)
 
     # ---------------------------------------------------------------- of the class
+
+    @classmethod
+    def validate_config(cls, vllm_config: EngineConfig) -> None:
+        """Raises: `ConfigError` for bad options, for more host memory than there is, for a store's
+        directory that cannot be used, and for engines that it does not work in."""
+        from interlace.connectors.pipeline.records import check_available
+
+        assert vllm_config.kv_transfer_config is not None, "it names this class"
+        _refuse_what_is_not_stored(vllm_config)
+        options = PipelineOptions.of(vllm_config.kv_transfer_config)
+        check_available(options.host_bytes)
+        if options.has_files:
+            check_directory(options)
 
     @classmethod
     def check_setup(cls, scratch: Path) -> CheckSetup:

@@ -328,7 +328,7 @@ class EngineConfig(Options):
         return self._copy(decided, model_config=model_config, lanes=lanes)
 
     def with_connector(self, kv_transfer_config: KVTransferConfig) -> EngineConfig:
-        """A copy of a resolved configuration for a connector of a connector."""
+        """A copy for a connector of a connector."""
         return self._copy({"kv_transfer_config": kv_transfer_config})
 
     def with_num_blocks(self, num_blocks: int) -> EngineConfig:

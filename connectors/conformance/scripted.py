@@ -18,7 +18,7 @@ from interlace.connectors.conformance.scripted_metadata import (
     ScriptedWorkerMetadata,
 )
 from interlace.connectors.conformance.scripted_scheduler import ScriptedScheduler
-from interlace.engine.config import EngineConfig
+from interlace.engine.config import EngineConfig, KVTransferConfig
 from interlace.engine.errors import ConfigError, ConnectorError
 from interlace.engine.kv_connector import (
     KVCacheBlocks,
@@ -48,13 +48,7 @@ class ScriptedConnector(KVConnectorBase_V1):
     ) -> None:
         """Raises: `ConfigError` without a script."""
         super().__init__(vllm_config, role, kv_cache_config)
-        script = self._kv_transfer_config.get_from_extra_config("script", None)
-        if not isinstance(script, Script):
-            raise ConfigError(
-                "ScriptedConnector is for tests: pass a Script object, the same for both roles, as"
-                ' kv_connector_extra_config={"script": Script(...)}.'
-            )
-        self.script = script
+        self.script = script = _script_of(self._kv_transfer_config)
         self._scheduler: ScriptedScheduler | None = None
         self._worker: ScriptedWorker | None = None
         if role is KVConnectorRole.SCHEDULER:
@@ -64,6 +58,12 @@ class ScriptedConnector(KVConnectorBase_V1):
             from interlace.connectors.conformance.scripted_worker import ScriptedWorker
 
             self._worker = ScriptedWorker(script, vllm_config.parallel_config.rank)
+
+    @classmethod
+    def validate_config(cls, vllm_config: EngineConfig) -> None:
+        """Raises: `ConfigError` without a script."""
+        assert vllm_config.kv_transfer_config is not None, "it names this class"
+        _script_of(vllm_config.kv_transfer_config)
 
     @classmethod
     def check_setup(cls, scratch: Path) -> CheckSetup:
@@ -265,3 +265,14 @@ class ScriptedConnector(KVConnectorBase_V1):
     def shutdown(self) -> None:
         """Logged."""
         self._note("shutdown")
+
+
+def _script_of(config: KVTransferConfig) -> Script:
+    """Raises: `ConfigError`."""
+    script = config.get_from_extra_config("script", None)
+    if not isinstance(script, Script):
+        raise ConfigError(
+            "ScriptedConnector is for tests: pass a Script object, the same for both roles, as"
+            ' kv_connector_extra_config={"script": Script(...)}.'
+        )
+    return script

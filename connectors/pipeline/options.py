@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Sequence
 from typing import Literal, get_args
 
@@ -17,6 +18,11 @@ StoreKind = Literal["memory", "file"]
 _TIERS: tuple[tuple[StoreKind, ...], ...] = (("memory",), ("memory", "file"), ("file",))
 _LONGEST_MS = 60_000.0
 _LONGEST_S = 3600.0
+
+
+def _is_path(path: object) -> bool:
+    is_text = isinstance(path, str | os.PathLike)
+    return is_text and str(path).strip() != "" and "\0" not in str(path)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -68,6 +74,10 @@ class PipelineOptions(Options):
             self.require_choice("store", get_args(StoreKind))
         if self.tiers is not None:
             self._check_tiers(self.tiers)
+        self.require(
+            self.path is None or _is_path(self.path),
+            f"path must name a directory, not {self.path!r}.",
+        )
         self.require(
             (self.path is not None) == self.has_files,
             'path is for store="file", or tiers with "file", and has to be there with it: give'

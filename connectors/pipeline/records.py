@@ -61,7 +61,7 @@ class HostRecords:
                 " bytes. Give the connector more host memory: raise host_bytes."
             )
         num_bytes = num_records * record_bytes
-        _check_available(num_bytes)
+        check_available(num_bytes)
         try:
             memory = mmap.mmap(-1, num_bytes)
         except OSError as error:
@@ -97,8 +97,11 @@ class HostRecords:
             logger.warning("CUDA did not unregister host memory: error %d", code)
 
 
-def _check_available(num_bytes: int) -> None:
-    """Before anything is touched: who takes more than there is, is ended by the kernel."""
+def check_available(num_bytes: int) -> None:
+    """Before anything is touched: who takes more than there is, is ended by the kernel.
+
+    Raises: `ConfigError`.
+    """
     memory = host.memory()
     rooms = [
         None if isinstance(memory, Unknown) else memory.available_bytes,

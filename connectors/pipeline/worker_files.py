@@ -24,6 +24,7 @@ from interlace.connectors.pipeline.messages import (
     StoreOrder,
 )
 from interlace.connectors.pipeline.options import PipelineOptions
+from interlace.connectors.pipeline.store_directory import prepare_directory
 from interlace.connectors.pipeline.worker_file_counts import FileCounts
 from interlace.connectors.pipeline.worker_maps import (
     NOTHING_REGISTERED,
@@ -31,7 +32,6 @@ from interlace.connectors.pipeline.worker_maps import (
     RegisteredSlabs,
 )
 from interlace.connectors.slab_store.checksum import COLUMNS, factors
-from interlace.connectors.slab_store.directory import Limits, SlabDirectory
 from interlace.connectors.slab_store.faults import damage
 from interlace.connectors.slab_store.layout import DamagedSlabError
 from interlace.connectors.slab_store.mapping import Scout
@@ -40,7 +40,6 @@ from interlace.connectors.slab_store.reading import WORK_BYTES, KnownSlabs, Read
 from interlace.connectors.slab_store.slab_writer import NewRecord
 from interlace.connectors.slab_store.space import Space
 from interlace.connectors.slab_store.writing import Write, WriteBehind
-from interlace.engine.errors import ConfigError
 from interlace.engine.ports import Lanes
 from interlace.layers.cuda_host_memory import HostMemory
 from interlace.layers.hardware.host import usable_cores
@@ -149,18 +148,7 @@ class FileWork:
         """
         self.sums = sums
         self.maps = maps
-        assert options.path is not None, "options say so"
-        limits = Limits(
-            capacity_bytes=options.capacity_bytes, min_free_bytes=options.min_free_bytes
-        )
-        directory = SlabDirectory(Path(options.path), limits)
-        try:
-            directory.prepare()
-        except OSError as error:
-            raise ConfigError(
-                f"the KV store cannot use {options.path} ({error.strerror or error}): give it a"
-                " directory that can be written to."
-            ) from error
+        directory = prepare_directory(options)
         self._folder = directory.root / space.folder_name
         self._rows = records.reshape(len(records), -1)
         self._clock = clock

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from interlace.connectors.new_folder import check_writable
 from interlace.connectors.slab_store.files import open_to_read
 from interlace.connectors.slab_store.layout import HEADER_BYTES, VERSION, SlabHeader
 from interlace.connectors.slab_store.slab import SUFFIX
@@ -145,21 +146,39 @@ class SlabDirectory:
 
         Raises: `ConfigError` if it is something else, or of another version; `OSError`.
         """
-        try:
+        with self._as_directory():
             self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not self._is_ours():
+            self._write(self.root / MARKER)
+
+    def check(self) -> None:
+        """Whether `prepare` would do, as far as can be told: changes nothing. Raises: as that."""
+        with self._as_directory():
+            if self.root.is_dir() and self._is_ours():
+                return
+            check_writable(self.root)
+
+    @contextlib.contextmanager
+    def _as_directory(self) -> Iterator[None]:
+        """Raises: `ConfigError` for errors that say that it is none."""
+        try:
+            yield
         except (FileExistsError, NotADirectoryError) as error:
             raise ConfigError(
                 f"{self.root} is no directory, and cannot become one ({error}): give the store"
                 " another one."
             ) from error
+
+    def _is_ours(self) -> bool:
+        """False if it is empty, so that it can become ours. Raises: as `prepare`."""
         marker = self.root / MARKER
         try:
             self._check(marker.read_bytes())
         except FileNotFoundError:
-            if any(not path.name.startswith(".") for path in self.root.iterdir()):
-                self._check_again(marker)
-                return
-            self._write(marker)
+            if all(path.name.startswith(".") for path in self.root.iterdir()):
+                return False
+            self._check_again(marker)
+        return True
 
     def _check_again(self, marker: Path) -> None:
         """Another process may have made it just now."""

@@ -55,6 +55,16 @@ class DamagedSlabError(InterlaceError):
     """A file is not what was written: what it holds is computed again."""
 
 
+class DamagedRecordError(DamagedSlabError):
+    """A record is not what was written. The message names it and its file."""
+
+    def __init__(self, file_name: str, record: int, reason: str) -> None:
+        """`reason` is what "record 3 of FILE" is or has."""
+        super().__init__(f"record {record} of {file_name} {reason}")
+        self.reason = f"it {reason}"
+        """For who names the record already."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class SlabShape:
     """Where things lie in a slab."""

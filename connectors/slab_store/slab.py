@@ -23,6 +23,7 @@ from interlace.connectors.slab_store.files import open_to_read, read_all_at, rea
 from interlace.connectors.slab_store.layout import (
     ENTRY_BYTES,
     HEADER_BYTES,
+    DamagedRecordError,
     DamagedSlabError,
     Entry,
     Parsed,
@@ -159,10 +160,10 @@ class Slab:
             view = buffer.reshape(-1).data
             length = read_at(fd, view, shape.record_at(entry.record))
         if length != shape.record_bytes:
-            raise DamagedSlabError(f"record {entry.record} of {self.path.name} is cut off")
+            raise DamagedRecordError(self.path.name, entry.record, "is cut off")
         if checksum(buffer) != entry.checksum:
-            raise DamagedSlabError(
-                f"record {entry.record} of {self.path.name} has another checksum than its entry"
+            raise DamagedRecordError(
+                self.path.name, entry.record, "has another checksum than its entry"
             )
 
     def read_run(self, first_record: int, buffers: Sequence[npt.NDArray[np.uint8]]) -> int:

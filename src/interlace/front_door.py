@@ -67,7 +67,8 @@ class AsyncEngine(async_engine.AsyncEngine):
 
             async with AsyncEngine.from_config(EngineConfig()) as engine: ...
 
-        `connectors` is the registry to find a KV connector in; without it, the built-in ones.
+        `connectors` is the registry to find a KV connector in; without it, the built-in ones. The
+        connector's class is found, and validates its options, before the model is loaded.
         Raises: `ModelError`, `ConfigError`, `ConnectorError`. Cancellation while loading: the
         load ends at its next sign of progress, and leaves no half-written file.
         """
@@ -169,9 +170,8 @@ def _load(
 ) -> LoadedModel:
     from interlace.layers.checkpoint import load_checkpoint
 
-    if _wants_connector(config):  # an unknown one is refused before the model is loaded
-        assert config.kv_transfer_config is not None
-        _factory(connectors).get_connector_class(config.kv_transfer_config)
+    if _wants_connector(config):  # loading may take minutes: what is wrong shows before
+        _factory(connectors).validate_config(config)
     return load_checkpoint(
         config.model,
         tokenizer=config.tokenizer,
@@ -356,7 +356,8 @@ def make_parts(
     Raises: `ConfigError`, `ConnectorError`; nothing is left open then.
     """
     wants_connector = _wants_connector(config)
-    if wants_connector:
+    if wants_connector:  # again for who has loaded the model: its digest takes long, too
+        _factory(connectors).validate_config(config)
         config = _with_policy(config, _factory(connectors))
     model_config = ModelConfig(
         model=loaded.name,

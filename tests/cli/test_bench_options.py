@@ -110,6 +110,17 @@ def test_a_folder_for_kv_that_is_not_there_is_refused_before_anything_is_loaded(
     assert "no files can be kept in no/such (No such file or directory)" in str(result.exception)
 
 
+def test_bad_options_of_a_connector_are_refused_before_anything_is_loaded() -> None:
+    options = (
+        '{"kv_connector": "PipelineConnector", "kv_role": "kv_both",'
+        ' "kv_connector_extra_config": {"host_byte": 1}}'
+    )
+    arguments = ["decode", "--device", "cpu", "--model", "no such"]
+    result = CliRunner().invoke(bench.app, [*arguments, "--kv-transfer-config", options])
+    assert isinstance(result.exception, ConfigError)
+    assert "Did you mean 'host_bytes'" in str(result.exception)
+
+
 def test_an_experiment_that_does_not_exist_is_refused() -> None:
     result = CliRunner().invoke(bench.app, ["kv", "--only", "savings", "--model", "no such"])
     assert result.exit_code == 2

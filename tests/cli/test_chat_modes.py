@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import logging
 import os
 import signal
 import stat
@@ -16,7 +17,8 @@ from fake_engine import WAIT, FakeEngine, Script
 
 from interlace.cli.chat_modes import converse, one_shot
 from interlace.cli.chat_session import ChatSession
-from interlace.cli.screen import Screen
+from interlace.cli.log_lines import log_between_answers
+from interlace.cli.screen import MOST_WAITING, Screen
 from interlace.engine.errors import EngineDeadError, PromptError
 from interlace.engine.outputs import Usage
 from interlace.engine.sampling_params import SamplingParams
@@ -265,3 +267,90 @@ async def test_ctrl_c_at_the_prompt_leaves() -> None:
     task = asyncio.current_task()
     assert task is not None
     assert task.cancelling() == 0
+
+
+# -------------------------------------------------------------------- warnings
+
+
+class Tty(io.StringIO):
+    """Takes what both streams get, as one terminal does."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def warn_by_default(text: str) -> None:
+    """As the log does where nobody has configured it; here pytest has."""
+    assert logging.lastResort is not None
+    logging.lastResort.handle(
+        logging.LogRecord("interlace", logging.WARNING, "x.py", 1, text, (), None)
+    )
+
+
+async def test_warnings_wait_for_the_end_of_the_answer() -> None:
+    tty = Tty()
+    screen = Screen(tty, tty, terminal=True)
+    before = logging.lastResort
+    async with log_between_answers(screen):
+        warn_by_default("early")
+        await screen.answer("One\n")
+        await asyncio.to_thread(warn_by_default, "bad\x1b[2J")
+        await screen.answer("two")
+        warn_by_default("worse")
+        await screen.answer(" three")
+        await screen.note("done")
+        await screen.answer("Four")
+        warn_by_default("last")
+        assert not tty.getvalue().endswith("last\n")
+    assert tty.getvalue() == ("early\nOne\ntwo three\nbad^[[2J\nworse\ndone\nFour\nlast\n"), (
+        "the last answer was broken off"
+    )
+    assert logging.lastResort is before
+
+
+async def test_so_many_warnings_do_not_wait_and_none_is_lost() -> None:
+    tty = Tty()
+    screen = Screen(tty, tty, terminal=True)
+    async with log_between_answers(screen):
+        await screen.answer("One")
+        for number in range(MOST_WAITING + 2):
+            warn_by_default(f"number {number}")
+        await screen.answer(" two")
+    lines = tty.getvalue().splitlines()
+    assert lines[0] == "One"
+    assert [line for line in lines if line.startswith("number")] == [
+        f"number {number}" for number in range(MOST_WAITING + 2)
+    ]
+    assert " two" in lines
+
+
+@pytest.mark.parametrize("error", [EngineDeadError("dead"), asyncio.CancelledError()])
+async def test_warnings_are_told_when_the_chat_crashes(error: BaseException) -> None:
+    tty = Tty()
+    screen = Screen(tty, tty, terminal=True)
+
+    async def crash() -> None:
+        async with log_between_answers(screen):
+            await screen.answer("One")
+            warn_by_default("why")
+            raise error
+
+    with pytest.raises(type(error)):
+        await crash()
+    assert tty.getvalue() == "One\nwhy\n"
+
+
+async def test_a_thread_that_comes_late_is_heard(capsys: pytest.CaptureFixture[str]) -> None:
+    tty = Tty()
+    async with log_between_answers(Screen(tty, tty, terminal=True)):
+        found = logging.lastResort
+    assert found is not None
+    found.handle(logging.LogRecord("interlace", logging.WARNING, "x.py", 1, "late", (), None))
+    assert capsys.readouterr().err == "late\n"
+
+
+async def test_nothing_is_changed_where_answers_do_not_meet_warnings() -> None:
+    before = logging.lastResort
+    for out, err, terminal in ((Tty(), io.StringIO(), True), (io.StringIO(), Tty(), False)):
+        async with log_between_answers(Screen(out, err, terminal=terminal)):
+            assert logging.lastResort is before

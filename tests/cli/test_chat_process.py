@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from fake_engine import DEATH, WARNING
 
 ROOT = Path(__file__).resolve().parents[2]
 FAKE_CHAT = [sys.executable, str(ROOT / "tests/support/fake_chat.py")]
@@ -208,3 +209,55 @@ def test_a_terminal_gets_dim_remarks_and_no_control_characters() -> None:
         assert terminal.ended() == 0
     finally:
         terminal.close()
+
+
+def shown_by(answer: str, until: str, *args: str) -> tuple[str, int]:
+    """What a terminal shows of one question up to that text, and the exit code."""
+    terminal = Terminal(answer, "-p", "Hi", *args, NO_COLOR="1")
+    try:
+        return terminal.wait_for(until), terminal.ended()
+    finally:
+        terminal.close()
+
+
+def test_a_warning_does_not_split_an_answer_on_a_terminal() -> None:
+    shown, code = shown_by("One! two.\nThr!ee.", "tokens/s]")
+    assert code == 0
+    assert f"One two.\r\nThree.\r\n{WARNING}\r\n{WARNING}\r\n[4 cached" in shown
+    shown, _ = shown_by("One! two.", "}\r\n", "--json")
+    assert shown.index(WARNING) < shown.index("{"), "nothing was on the screen yet"
+
+
+def test_a_warning_is_told_if_the_answer_is_broken_off() -> None:
+    shown, code = shown_by("One! two#", f"interlace: {DEATH}\r\n")
+    assert code == 1
+    assert f"One two\r\n{WARNING}\r\ninterlace: {DEATH}\r\n" in shown
+    chat = Terminal("One! ~", NO_COLOR="1")
+    try:
+        chat.wait_for("> ")
+        chat.type("Hi\n")
+        chat.wait_for("One ")
+        chat.ctrl_c()
+        assert chat.wait_for("; stopped]").startswith(f"\r\n{WARNING}\r\n[")
+    finally:
+        chat.close()
+
+
+def test_a_warning_comes_at_once_where_the_answer_goes_elsewhere() -> None:
+    process = subprocess.Popen(
+        [*FAKE_CHAT, "One!~", "chat", "-p", "Hi"],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=environment(),
+    )
+    try:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert process.stdout.read(3) == b"One"
+        assert process.stderr.readline().decode() == f"{WARNING}\n"
+        assert process.poll() is None, "the answer goes on"
+    finally:
+        process.send_signal(signal.SIGINT)
+        rest, _ = process.communicate(timeout=20)
+    assert rest == b"\n"

@@ -341,8 +341,8 @@ def damaged(store: Path) -> Path:
 
 
 VERIFY = f"""\
-bad {TOY_FOLDER}/a.slab record 1: record 1 of a.slab has another checksum than its entry
-bad {TOY_FOLDER}/d.slab record 0: record 0 of d.slab has another checksum than its entry
+bad {TOY_FOLDER}/a.slab record 1: it has another checksum than its entry
+bad {TOY_FOLDER}/d.slab record 0: it has another checksum than its entry
 bad {BIG_FOLDER}/c.slab: its header has another digest than it says
 3 slabs, 7 records, 9.8 kB read: 2 records and 1 whole file bad
 """
@@ -412,7 +412,11 @@ def test_a_slab_of_another_version_is_not_dropped(store: Path) -> None:
 def test_verification_as_json(damaged: Path) -> None:
     found = said("verify", str(damaged), "--drop", code=1)
     dropped = found.pop("dropped")
-    assert [one["file"]["name"] for one in found.pop("flawed")] == [
+    flawed = found.pop("flawed")
+    assert flawed[0]["flaws"] == [
+        {"record": 1, "reason": "it has another checksum than its entry", "is_unread": False}
+    ], "file and record are said once"
+    assert [one["file"]["name"] for one in flawed] == [
         f"{TOY_FOLDER}/a.slab",
         f"{TOY_FOLDER}/d.slab",
         f"{BIG_FOLDER}/c.slab",
@@ -561,6 +565,7 @@ def test_a_removal_as_json(store: Path) -> None:
     ]
     assert [one["name"] for one in found["written"]] == [f"{TOY_FOLDER}/d.slab"]
     assert (found["failed"], found["num_bytes"]) == ([], 2 * held(3) + held(1) + 1500)
+    assert found["choices"] is None, "something was chosen"
 
 
 def test_a_pipe_is_not_asked(store: Path) -> None:
@@ -569,7 +574,86 @@ def test_a_pipe_is_not_asked(store: Path) -> None:
     assert (code, out) == (2, "")
     assert "add --yes" in err
     assert names(store) == before
-    assert run("rm", str(store), "--model", "none")[:2] == (0, "nothing was removed\n")
+    code, out, _ = run("rm", str(store), "--model", "none")
+    assert (code, out.splitlines()[0]) == (0, "nothing was removed")
+
+
+BIG_NAME = "big^[[2J^Jmodel^I<U+202E> (cdcdcdcd)"
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (
+            ["--model", "tiy"],
+            f"no slab is of a model 'tiy': there are toy (abababab), {BIG_NAME}",
+        ),
+        (
+            ["--model", "BIG model"],
+            f"no slab is of a model 'BIG model': there are {BIG_NAME}, toy (abababab)",
+        ),
+        (
+            ["--prefix", "02"],
+            "no prefix has a hash that begins with 02: there are 010101010101, 141414141414",
+        ),
+        (["--older-than", "3d"], "no slab is as old: the least recent use was 2d ago"),
+    ],
+)
+def test_who_chooses_nothing_hears_what_there_is(
+    store: Path, options: list[str], told: str
+) -> None:
+    before = names(store)
+    assert run("rm", str(store), *options) == (0, f"nothing was removed\n{told}\n", "")
+    assert names(store) == before
+
+
+def test_a_few_of_many_choices_are_named(empty: Path) -> None:
+    for number in range(7):
+        space = dataclasses.replace(
+            TOY,
+            identity=KVIdentity(model=f"{number:02x}" * 32, dtype="float32", block_size=16),
+            model_name=f"model-{number}",
+        )
+        write(empty, "a", {number + 1: 0}, space, 10, 10 + number).close()
+    _, out, _ = run("rm", str(empty), "--model", "modle-6")
+    line = out.splitlines()[1]
+    assert "there are model-6 (06060606), model-0 (00000000), " in line, "the most alike first"
+    assert line.endswith("model-3 (03030303) and 2 more, which interlace store stat shows")
+    _, out, _ = run("rm", str(empty), "--prefix", "ff")
+    line = out.splitlines()[1]
+    assert "there are 010101010101, 020202020202, " in line, "the last used first"
+    assert line.endswith(", 050505050505 and 2 more, which interlace store ls shows")
+
+
+def test_choices_as_json(store: Path) -> None:
+    found = said("rm", str(store), "--model", "tiy")
+    assert found == {
+        "removed": [],
+        "written": [],
+        "failed": [],
+        "num_bytes": 0,
+        "choices": {
+            "models": [
+                {"name": "toy", "digest": "ab" * 32},
+                {"name": BIG.model_name, "digest": "cd" * 32},
+            ],
+            "num_models": 2,
+            "first_hashes": ["01" * 32, "14" * 32],
+            "num_first_hashes": 2,
+            "used_ns": NOW_NS - 2 * DAY * 10**9,
+        },
+    }
+
+
+def test_choices_where_no_model_is_known(empty: Path) -> None:
+    assert run("rm", str(empty), "--model", "toy")[1].endswith("\nthe store has no slabs\n")
+    (empty / TOY_FOLDER).mkdir()
+    (empty / TOY_FOLDER / "a.slab").write_bytes(b"bad")
+    for options, told in (
+        (["--model", "toy"], "no slab is of a model 'toy': there is none whose model is known"),
+        (["--prefix", "01"], "no prefix has a hash that begins with 01: there is none"),
+    ):
+        assert run("rm", str(empty), *options)[:2] == (0, f"nothing was removed\n{told}\n")
 
 
 @pytest.fixture

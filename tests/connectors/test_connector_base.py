@@ -145,7 +145,7 @@ def test_nothing_else_is_public() -> None:
     extensions = {"lanes", "kv_is_synthetic", "check_setup", "store_fault_kinds"}
     extensions |= {"inject_store_fault", "bind_gpu_block_pool"}
     extensions |= {"get_layer_gates", "get_compute_end", "default_load_failure_policy"}
-    extensions |= {"advance_transfers", "get_late_load_errors"}
+    extensions |= {"advance_transfers", "get_late_load_errors", "validate_config"}
     assert own - properties - extensions == {
         name for name in (*SIGNATURES, *CLASS_METHODS) if not name.startswith("_")
     }
@@ -186,6 +186,7 @@ def test_the_defaults_do_nothing() -> None:
         connector.build_connector_worker_meta(),
         connector.get_finished_count(),
         Plain.build_kv_connector_stats(),
+        Plain.validate_config(CONFIG),  # type: ignore[func-returns-value,unused-ignore]
         Plain.build_prom_metrics(CONFIG, {}, [], {}),
     ):
         assert nothing is None

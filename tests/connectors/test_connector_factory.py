@@ -115,6 +115,21 @@ class Particular(Base):
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config): raise ConfigError("set page_kind")
 
+class Choosy(Base):
+    def __init__(self, vllm_config, role, kv_cache_config=None):
+        raise AssertionError("nothing is made")
+
+    @classmethod
+    def validate_config(cls, vllm_config):
+        match vllm_config.kv_transfer_config.kv_connector_extra_config.get("mood"):
+            case "bad": raise ConfigError("set a good mood")
+            case "odd": raise KeyError("mood")
+
+class Follower(Choosy): ...
+
+class Taker(Choosy):
+    def __init__(self, vllm_config, role, kv_cache_config=None): ...
+
 class Stranger: ...
 
 number = 3
@@ -371,3 +386,37 @@ def test_our_own_errors_come_out_as_they_are() -> None:
 def test_without_a_transfer_config_there_is_nothing_to_make() -> None:
     with pytest.raises(ConfigError, match="set kv_transfer_config"):
         KVConnectorFactory().create_connector(EngineConfig(), WORKER, CACHE)
+
+
+def choosy(mood: str, name: str = "Choosy") -> EngineConfig:
+    config = config_of(name)
+    assert config.kv_transfer_config is not None
+    options = {"mood": mood}
+    transfer = dataclasses.replace(config.kv_transfer_config, kv_connector_extra_config=options)
+    return config.with_connector(transfer)
+
+
+def test_a_class_validates_its_options_and_nothing_is_made() -> None:
+    factory = KVConnectorFactory()
+    factory.validate_config(choosy("good"))
+    for name in ("Choosy", "Follower"):
+        with pytest.raises(ConfigError, match=r"^set a good mood$"):
+            factory.validate_config(choosy("bad", name))
+    said = "Choosy could not validate its options: KeyError: 'mood'"
+    with pytest.raises(ConfigError, match=said):
+        factory.validate_config(choosy("odd"))
+
+
+def test_a_constructor_of_its_own_may_know_more_options() -> None:
+    KVConnectorFactory().validate_config(choosy("bad", "Taker"))
+
+
+def test_what_a_class_need_not_know_is_validated_too() -> None:
+    factory = KVConnectorFactory()
+    with pytest.raises(ConfigError, match="there is no KV connector 'Nobody'"):
+        factory.validate_config(config_of("Nobody", None))
+    with pytest.raises(ConfigError, match="set kv_transfer_config"):
+        factory.validate_config(EngineConfig())
+    own = KVTransferConfig(kv_connector="PipelineConnector", kv_role="kv_both", kv_ip="10.0.0.1")
+    with pytest.raises(ConfigError, match="PipelineConnector does not read kv_ip"):
+        factory.validate_config(EngineConfig(kv_transfer_config=own))

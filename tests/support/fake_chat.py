@@ -1,6 +1,7 @@
 """`interlace chat` with a fake engine, for tests that need a process of its own.
 
-Usage: python fake_chat.py ANSWER [options of interlace chat]; `~` in ANSWER waits until aborted.
+Usage: python fake_chat.py ANSWER [options of interlace chat]. In ANSWER `~` waits until aborted,
+`!` logs a warning, and with `#` the engine dies.
 """
 
 from __future__ import annotations
@@ -10,17 +11,19 @@ import re
 import sys
 from collections.abc import AsyncIterator
 
-from fake_engine import WAIT, FakeEngine, Script
+from fake_engine import DIE, WAIT, WARN, FakeEngine, Script
 
 from interlace.cli import app, chat
 from interlace.cli.chat_engine import ChatEngine
 from interlace.engine.config import EngineConfig
 from interlace.engine.ports import Progress
 
+SIGNS = {"~": WAIT, "!": WARN, "#": DIE}
+
 
 @contextlib.asynccontextmanager
 async def start_fake(config: EngineConfig, progress: Progress) -> AsyncIterator[ChatEngine]:
-    pieces = [WAIT if piece == "~" else piece for piece in re.findall(r"~|[^~]{1,3}", answer)]
+    pieces = [SIGNS.get(piece, piece) for piece in re.findall("[~!#]|[^~!#]{1,3}", answer)]
     yield FakeEngine(Script(pieces))
 
 

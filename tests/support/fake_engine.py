@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import logging
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Self
 
 from interlace.engine.config import EngineConfig
+from interlace.engine.errors import EngineDeadError
 from interlace.engine.outputs import FinishReason, RequestOutput, Usage
 from interlace.engine.sampling_params import SamplingParams
 
+logger = logging.getLogger("interlace.fake_engine")
+
 WAIT = "<wait until aborted>"
+WARN = "<log a warning>"
+DIE = "<raise EngineDeadError>"
+WARNING = "the store is full"
+DEATH = "the engine has died"
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
 
 
@@ -48,6 +56,11 @@ class FakeStream:
         for piece in script.pieces:
             if piece == WAIT:
                 await self.aborted.wait()
+            if piece == WARN:  # as lanes do, on a thread of their own
+                await asyncio.to_thread(logger.warning, WARNING)
+                continue
+            if piece == DIE:
+                raise EngineDeadError(DEATH)
             await asyncio.sleep(0)
             if self.aborted.is_set():
                 break

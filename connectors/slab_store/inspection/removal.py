@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from interlace.connectors.slab_store import hits
 from interlace.connectors.slab_store.directory import SlabDirectory, SlabFile, has_writer
-from interlace.connectors.slab_store.inspection.chains import Chains
+from interlace.connectors.slab_store.inspection.chains import Chains, list_prefixes
 from interlace.connectors.slab_store.inspection.reports import (
+    Choices,
     Failure,
     FileReport,
     Removal,
     Selection,
+    StoredModel,
 )
 from interlace.connectors.slab_store.inspection.survey import Survey, by_folder
 from interlace.connectors.slab_store.slab import SUFFIX
 
 DIGEST_DIGITS = 8
 """So many of a model's digest name it: fewer may be a name with a slip in it."""
+MOST_CHOICES = 5
+"""So many models, and prefixes, are named to who chose nothing that is stored."""
 
 
 def remove(directory: SlabDirectory, files: Iterable[FileReport]) -> Removal:
@@ -81,13 +86,40 @@ def select_prefix(found: Survey, digits: str) -> Selection:
     num_asked = 0
     for slabs in by_folder(found.slabs).values():
         chains = Chains(slabs)
-        hashes = ((one, chains.hash_of(one).hex()) for one in chains.first.tolist())
+        hashes = _first_hashes(chains).items()
         first = [one for one, text in hashes if text.startswith(digits.lower())]
         for slab, num_held in zip(slabs, chains.num_held(first), strict=True):
             num_asked += num_held
             if num_held:
                 paths.add(slab.file.path)
     return _selection(found, lambda file: file.path in paths, num_asked)
+
+
+def choices(found: Survey, model: str | None = None) -> Choices:
+    """What could have been chosen instead of nothing; `model` is what was asked for. Pure."""
+    wanted = (model or "").lower()
+    named = {(slab.space.model_name, slab.space.identity.model) for slab in found.slabs}
+    nearest = sorted(named, key=lambda one: (-_likeness(wanted, one[0].lower()), one))
+    spaces = by_folder(found.slabs).values()
+    # Spaces of one model, those of its ranks for instance, have hashes in common.
+    hashes = {text for slabs in spaces for text in _first_hashes(Chains(slabs)).values()}
+    recent = (prefix.first_hash for prefix in list_prefixes(found, MOST_CHOICES).prefixes)
+    return Choices(
+        models=tuple(StoredModel(name=name, digest=it) for name, it in nearest[:MOST_CHOICES]),
+        num_models=len(named),
+        first_hashes=tuple(dict.fromkeys(recent)),
+        num_first_hashes=len(hashes),
+        used_ns=min((file.used_ns for file in found.files), default=None),
+    )
+
+
+def _first_hashes(chains: Chains) -> dict[int, str]:
+    """Block without a parent -> its hash, hex."""
+    return {one: chains.hash_of(one).hex() for one in chains.first.tolist()}
+
+
+def _likeness(one: str, other: str) -> float:
+    return difflib.SequenceMatcher(None, one, other).ratio()
 
 
 def _selection(

@@ -237,3 +237,30 @@ class Selection:
     def num_bytes(self) -> int:
         """Of the files, on the disk."""
         return sum(file.disk_bytes for file in self.files)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class StoredModel:
+    """A model that slabs are of."""
+
+    name: str
+    """As engines called it."""
+    digest: str
+    """Hex."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Choices:
+    """What there is to choose from, for who chose nothing that is stored."""
+
+    models: tuple[StoredModel, ...]
+    """A few, those first whose names are most like what was asked for."""
+    num_models: int
+    """Those included that are not listed."""
+    first_hashes: tuple[str, ...]
+    """Hex, of a few prefixes, each once, the most recently used first."""
+    num_first_hashes: int
+    """Those included that are not listed."""
+    used_ns: int | None
+    """When the least recently used file was last written to, or read: since the epoch. None if
+    there is no file."""

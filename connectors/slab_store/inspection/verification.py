@@ -31,7 +31,7 @@ from interlace.connectors.slab_store.inspection.survey import (
 )
 from interlace.connectors.slab_store.layout import (
     ENTRY_BYTES,
-    DamagedSlabError,
+    DamagedRecordError,
     Entry,
     parse_entries,
 )
@@ -122,10 +122,10 @@ def _flaw(slab: Slab, entry: Entry, buffer: npt.NDArray[np.uint8]) -> Flaw | Non
     for _ in range(_READS):
         try:
             slab.read(entry, buffer)
-        except DamagedSlabError as error:
+        except DamagedRecordError as error:
             num_damaged += 1
             if num_damaged == _DAMAGED_READS:
-                return Flaw(record=entry.record, reason=str(error), is_unread=False)
+                return Flaw(record=entry.record, reason=error.reason, is_unread=False)
             _forget_cached(slab, entry)
         except OSError as error:
             reason = unreadable(error)
