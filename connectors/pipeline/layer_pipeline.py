@@ -250,9 +250,8 @@ class LayerPipeline:
                 load.gates.append(self._lane.submit(work))
         else:
             works: list[Callable[[], None]] = []
-            for some in _together(
-                groups, load.num_groups, 2 if load.num_runs >= MERGED_RUNS else 1
-            ):
+            most = 2 if load.num_runs >= MERGED_RUNS else 1
+            for some in _together(groups, load.num_groups, most):
                 works.append(functools.partial(load.copy_groups, some))
                 works += [_nothing] * (len(some) - 1)
             gates = self._gates.gates[groups.start : groups.stop]
