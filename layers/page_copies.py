@@ -248,8 +248,11 @@ class PageCopies:
 
     def load_layers(self, layers: range, runs: Runs) -> Iterator[Copied]:
         """From records into the pages of these layers, one after the other; by one kernel, or in
-        one batch, where that is the way. Each copy is queued as it is asked for. Raises: as `load`.
+        one batch, where that is the way. Of several layers, each copy is queued as it is asked for.
+        Raises: as `load`.
         """
+        if len(layers) == 1:
+            return iter((self.load(layers[0], runs),))
         if self._are_single(len(layers), runs):
             return (self.load(layer, runs) for layer in layers)
         return self._copy_layers(layers, runs, to_pages=True)

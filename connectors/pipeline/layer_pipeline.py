@@ -210,7 +210,7 @@ class LayerPipeline:
         With `by_layer`, for a step that calls `wait` for each layer, a stream takes what the first
         layers need now, and the rest as `wait` comes along: so the step is launched sooner. Then no
         captured graph may wait for the gates. `checks`, of each part, are queued behind the last
-        layer: see `PipelinedLoad.check_gate`.
+        layer when the step is: see `PipelinedLoad.check_gate`.
 
         The load before must be done, or its step over. What goes wrong is in `errors`, part by
         part; never raises for it.
@@ -236,8 +236,6 @@ class LayerPipeline:
             return
         try:
             self._submit_groups(load, range(len(load.gates), end))
-            if load.has_checks and len(load.gates) == load.num_groups:
-                load.check_gate = self._lane.submit(load.queue_checks)
         except (LaneFullError, LaneClosedError) as error:
             self._give_up(load, error)
 
@@ -258,9 +256,17 @@ class LayerPipeline:
             load.gates += self._lane.submit_parts(works, gates, self._step_id)
 
     def submit_rest(self) -> None:
-        """Nobody calls `wait` for this step any more: submit what it has not come to."""
-        if self._load is not None:
-            self._submit_up_to(self._load.num_groups)
+        """Nobody calls `wait` for this step any more: submit what it has not come to, and the
+        checks, for which nothing of the step waits, but the host takes half a millisecond."""
+        load = self._load
+        if load is None:
+            return
+        self._submit_up_to(load.num_groups)
+        if load.has_checks and load.check_gate is None and not load.is_given_up:
+            try:
+                load.check_gate = self._lane.submit(load.queue_checks)
+            except (LaneFullError, LaneClosedError) as error:
+                self._give_up(load, error)
 
     def wait(self, layer: int) -> None:
         """Let the step wait until what it loads of `layer` is in the pages, or has failed.

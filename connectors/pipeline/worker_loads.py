@@ -122,10 +122,13 @@ class PipelinedLoad:
         return self.errors[part] is None and not self.is_given_up
 
     def _copy(self, part: int, layers: range, runs: Runs) -> None:
+        if not self._may_copy(part):
+            return
         try:
-            copies = iter(self._copies.load_layers(layers, runs))
-            while self._may_copy(part) and (copied := next(copies, None)):
+            for copied in self._copies.load_layers(layers, runs):
                 self._meter.add(copied)
+                if not self._may_copy(part):
+                    break
         except Exception as error:  # noqa: BLE001 - whatever it is, this part has failed
             self.errors[part] = without_frames(error, "of a load")
 

@@ -27,7 +27,7 @@ from slab_kit import (
 
 from interlace.connectors.slab_store import slab as slab_module
 from interlace.connectors.slab_store.files import read_at
-from interlace.connectors.slab_store.layout import DamagedSlabError
+from interlace.connectors.slab_store.layout import DamagedRecordError, DamagedSlabError
 from interlace.connectors.slab_store.read_queue import Part, Read, ReadCounts
 from interlace.connectors.slab_store.reading import KnownSlabs, Reads
 from interlace.connectors.slab_store.slab import Slab
@@ -247,7 +247,7 @@ def test_of_many_the_damaged_ones_fail(checks: bool, tmp_path: Path) -> None:
     taken = reads.read_all(list(zip(places, buffers, strict=True)))
     lanes.drain()
     kinds = [type(one.error) for one in taken]
-    assert kinds == [type(None)] * 6 + [DamagedSlabError] * 2 + [FileNotFoundError] * 4
+    assert kinds == [type(None)] * 6 + [DamagedRecordError] * 2 + [FileNotFoundError] * 4
     assert np.array_equal(buffers[:6], content[:6])
 
 
