@@ -248,8 +248,9 @@ class LayerPipeline:
                 load.gates.append(self._lane.submit(work))
         else:
             works: list[Callable[[], None]] = []
-            most = 2 if load.num_runs >= MERGED_RUNS else 1
-            for some in _together(groups, load.num_groups, most):
+            for some in _together(
+                groups, load.num_groups, 2 if load.num_runs >= MERGED_RUNS else 1
+            ):
                 works.append(functools.partial(load.copy_groups, some))
                 works += [_nothing] * (len(some) - 1)
             gates = self._gates.gates[groups.start : groups.stop]
