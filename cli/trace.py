@@ -64,7 +64,7 @@ GroupSize: TypeAlias = Annotated[
         min=1,
         max=MAX_GROUP_SIZE,
         help="Layerwise: layers that share a gate; the first and the last one wait alone. "
-        "Default: 1.",
+        "Default: 2.",
     ),
 ]
 TraceTarget: TypeAlias = Annotated[

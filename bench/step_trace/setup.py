@@ -23,7 +23,7 @@ Run: TypeAlias = Callable[[], Awaitable[Sample]]
 """Sends one request, and returns when the engine is idle again."""
 LoadMode: TypeAlias = Literal["layerwise", "hybrid"]
 """How the prefix is loaded: see `PipelineOptions`."""
-DEFAULT_GROUP_SIZE = 1
+DEFAULT_GROUP_SIZE = 2
 RECORDS_FACTOR = 4
 """Host memory, in prompts: what is computed behind the prefix must not push it out."""
 POOL_FACTOR = 4

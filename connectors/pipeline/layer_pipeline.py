@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from interlace.connectors.pipeline.layer_groups import LayerGroups
@@ -66,10 +66,7 @@ __all__ = [
     "Visit",
 ]
 
-DEFAULT_GROUP_SIZE = 1
-MERGED_RUNS = 5
-"""Where a layer is copied in so many runs, or more, two groups are one work for a stream: the
-driver takes their copies in one call, which costs the host more than a few of them."""
+DEFAULT_GROUP_SIZE = 2
 DEFAULT_WINDOW_BYTES = 32 << 20
 """Half a millisecond of a PCIe 5 link."""
 DEFAULT_DEADLINE_S = 30.0
@@ -242,17 +239,11 @@ class LayerPipeline:
     def _submit_groups(self, load: PipelinedLoad, groups: range) -> None:
         """A gate for each group. A stream takes all in one work; where works take their time, each
         group is one, so that other lanes get their turn. Raises: as `Lane.submit`."""
+        works = [functools.partial(load.copy_group, group) for group in groups]
         if self._gates is None or not isinstance(self._lane, CudaLane):
-            for group in groups:
-                work = functools.partial(load.copy_groups, range(group, group + 1))
+            for work in works:
                 load.gates.append(self._lane.submit(work))
         else:
-            works: list[Callable[[], None]] = []
-            for some in _together(
-                groups, load.num_groups, 2 if load.num_runs >= MERGED_RUNS else 1
-            ):
-                works.append(functools.partial(load.copy_groups, some))
-                works += [_nothing] * (len(some) - 1)
             gates = self._gates.gates[groups.start : groups.stop]
             load.gates += self._lane.submit_parts(works, gates, self._step_id)
 
@@ -513,17 +504,3 @@ class PipelineGates:
     def are_armed(self, step_id: int) -> bool:
         """See `LayerGates`."""
         return all(gate.armed_for == step_id for gate in self.gates)
-
-
-def _together(groups: range, num_groups: int, most: int) -> Iterator[range]:
-    """`groups` in neighbouring ones, `most` at most; the first of all and the last one alone."""
-    at = groups.start
-    while at < groups.stop:
-        is_end = at in (0, num_groups - 1)
-        size = 1 if is_end else min(most, groups.stop - at, num_groups - 1 - at)
-        yield range(at, at + size)
-        at += size
-
-
-def _nothing() -> None:
-    """The work of a group that was copied with the one before."""

@@ -36,7 +36,7 @@ class PipelineOptions(Options):
     before it compute; "bulk", beside the steps, before the request joins the batch; "hybrid", from
     the back beside the steps, while those compute it from the front; "recompute", not at all;
     "auto" chooses for each request what its measured rates promise to be soonest."""
-    group_size: int = 1
+    group_size: int = 2
     """Layers that share a gate. The first and the last one have gates of their own: see
     `LayerGroups`."""
     max_load_stall_ms: float = 20.0

@@ -99,15 +99,10 @@ class PipelinedLoad:
         """What was copied so far."""
         return self._meter.stats()
 
-    @property
-    def num_runs(self) -> int:
-        """Of all parts, in each layer."""
-        return sum(len(runs.runs) for runs in self._runs if runs is not None)
-
-    def copy_groups(self, groups: range) -> None:
-        """The work of these, one at least, on the lane: part by part, each over all layers, which
-        may be one call for a stream. The gate opens behind all parts: their order is all one."""
-        layers = range(self._groups.ranges[groups[0]].start, self._groups.ranges[groups[-1]].stop)
+    def copy_group(self, group: int) -> None:
+        """The work of one group, on the lane: part by part, each over all its layers, which may
+        be one call for a stream. The gate opens behind all parts, so their order is all one."""
+        layers = self._groups.ranges[group]
         with self._lock:
             if self.is_given_up:
                 return

@@ -284,7 +284,7 @@ def test_a_load_within_a_step_is_one_kernel_a_group(are_alike: bool) -> None:
     groups, watch = LayerGroups(num_layers, 3), ClockStopwatch(lambda: 0.0)
     load = PipelinedLoad(copies_of(records, layers), [*map(tuple, parts)], groups, watch)
     for group in range(load.num_groups):
-        load.copy_groups(range(group, group + 1))
+        load.copy_group(group)
         copied = groups.ranges[group].stop
         assert all(map(torch.equal, layers[:copied], right[:copied]))
     assert load.errors == [None, None]

@@ -79,7 +79,7 @@ def test_each_part_of_a_group_is_one_call() -> None:
     driver = HostDriver("cuMemcpy3DBatchAsync_v2")
     load = a_load(memory.in_batches(driver, memcpy), MANY, FEW, MANY)
     with on_a_stream():
-        load.copy_groups(range(GROUP, GROUP + 1))
+        load.copy_group(GROUP)
     assert driver.calls == [6 * 3, 6 * 3]
     assert memcpy.num_copies == 3, "what few copies there are of a part come one by one"
     assert memory.loaded(MANY) == memory.loaded(FEW) == [*LAYERS]
@@ -99,7 +99,7 @@ def test_a_call_for_many_comes_to_what_single_copies_do() -> None:
     for load in loads:
         with on_a_stream():
             for group in range(load.num_groups):
-                load.copy_groups(range(group, group + 1))
+                load.copy_group(group)
         assert load.stats == loads[0].stats
         assert load.stats.num_bytes == NUM_LAYERS * (6 * 2 + 3) * PAGE_BYTES
         assert load.stats.num_copies == NUM_LAYERS * (6 + 1)
@@ -111,7 +111,7 @@ def test_a_call_that_is_refused_fails_its_part_alone() -> None:
     memory = Memory()
     load = a_load(memory.in_batches(HostDriver("cuMemcpy3DBatchAsync_v2", code=1)), MANY, FEW)
     with on_a_stream():
-        load.copy_groups(range(GROUP, GROUP + 1))
+        load.copy_group(GROUP)
     assert "error 1" in str(load.errors[0])
     assert load.errors[1] is None
     assert memory.loaded(MANY) == []
@@ -132,8 +132,8 @@ def test_a_part_that_fails_within_a_group_fails_alone(layer: int, bad: int) -> N
             raise OSError("the memory is gone")
 
     load = a_load(HookedCopies(memory.records, memory.pages, before), *parts)
-    load.copy_groups(range(GROUP, GROUP + 1))
-    load.copy_groups(range(GROUP + 1, GROUP + 2))
+    load.copy_group(GROUP)
+    load.copy_group(GROUP + 1)
     assert [error is not None for error in load.errors] == [part == bad for part in range(3)]
     behind = [*LAYERS, *GROUPS.ranges[GROUP + 1]]
     for number, part in enumerate(parts):
@@ -155,8 +155,8 @@ def test_a_load_that_is_given_up_within_a_group_begins_no_other_copy(layer: int)
             assert not load.give_up(ConnectorError("too late"), 0.0), "this one is under way"
 
     load = a_load(HookedCopies(memory.records, memory.pages, before), FEW, OTHER)
-    load.copy_groups(range(GROUP, GROUP + 1))
-    load.copy_groups(range(GROUP + 1, GROUP + 2))
+    load.copy_group(GROUP)
+    load.copy_group(GROUP + 1)
     assert begun == [at for at in LAYERS if at <= layer]
     assert memory.loaded(FEW) == begun
     assert memory.loaded(OTHER) == []

@@ -191,48 +191,6 @@ def test_an_eager_step_reads_what_was_loaded(seed: int, by_layer: bool) -> None:
     assert seconds > 0
 
 
-@settings(max_examples=40, deadline=None)
-@given(seed=seeds, num_runs=st.integers(1, 8), by_layer=st.booleans(), in_graph=st.booleans())
-def test_groups_that_are_copied_together_have_gates_of_their_own(
-    seed: int, num_runs: int, by_layer: bool, in_graph: bool
-) -> None:
-    """Many runs of one block: two groups are one work, and no layer reads before it has come."""
-    runs = [(2 * i, 3 * i + 1, 1) for i in range(num_runs)]
-    kit = Kit(seed)
-    graph = Graph(kit) if in_graph else None
-    kit.poison(range(1, NUM_BLOCKS))
-    load = kit.pipeline.submit_load([runs], 7, by_layer=by_layer and not in_graph)
-    if graph is None:
-        kit.step()
-    else:
-        assert kit.pipeline.layer_gates is not None
-        assert kit.pipeline.layer_gates.are_armed(7)
-        graph.replay()
-    kit.pipeline.finish_step()
-    kit.device.drain()
-    assert kit.saw_all(runs)
-    assert len(load.gates) == len(FIRST_OF_GROUPS)
-    assert load.stats.num_bytes == num_runs * NUM_LAYERS * PAGE_BYTES
-
-
-@given(
-    groups=st.integers(1, 40).flatmap(
-        lambda n: st.tuples(st.just(n), st.integers(0, n - 1), st.integers(0, n))
-    ),
-    most=st.integers(1, 3),
-)
-def test_the_first_group_and_the_last_are_copied_alone(
-    groups: tuple[int, int, int], most: int
-) -> None:
-    num_groups, begin, end = groups
-    found = list(layer_pipeline._together(range(begin, max(begin, end)), num_groups, most))
-    assert [group for some in found for group in some] == list(range(begin, end))
-    assert all(1 <= len(some) <= most for some in found)
-    assert all(len(some) == 1 for some in found if 0 in some or num_groups - 1 in some)
-    middle = [some for some in found if 0 not in some and num_groups - 1 not in some]
-    assert all(len(some) == most for some in middle[:-1])
-
-
 def test_a_load_is_one_work_in_which_each_gate_follows_its_group() -> None:
     """Nothing else is on the lane: two marks of time, and behind each group one event, for steps
     and graphs alike."""
