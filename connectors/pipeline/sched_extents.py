@@ -7,8 +7,9 @@ what records hold. Any one thread.
 from __future__ import annotations
 
 LARGEST_EXTENT = 64
-"""Records of an extent. A prefix of 8,192 tokens in a memory that was used for long lies in eight, and
-comes at 0.95 of the link's speed; with extents of 32 it came at 0.88 (an NVIDIA H200)."""
+"""Records of an extent. A prefix of 8,192 tokens in a memory that was used for long lies in eight
+or a few more, and comes at 0.91 of the link's speed or better; with extents of 32 it came at 0.83
+to 0.88 (an NVIDIA H200)."""
 FEWEST_EXTENTS = 8
 """A small memory has smaller extents rather than fewer."""
 

@@ -73,7 +73,9 @@ class TestNeighbours:
         assert index.allocate(192) == [*range(64, 256)]
         assert index.allocate(28) == list(range(356, 384))
 
-    @pytest.mark.parametrize(("num_records", "size"), [(1, 1), (7, 1), (100, 8), (256, 32), (512, 64)])
+    @pytest.mark.parametrize(
+        ("num_records", "size"), [(1, 1), (7, 1), (100, 8), (256, 32), (512, 64)]
+    )
     def test_a_small_memory_has_smaller_extents(self, num_records: int, size: int) -> None:
         extents = FreeExtents(num_records)
         assert extents.extent_size == size
