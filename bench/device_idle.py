@@ -75,7 +75,7 @@ class KernelTracer:
         from torch.profiler import ProfilerActivity, profile
 
         activity = ProfilerActivity.CUDA if self._traced == "cuda" else ProfilerActivity.CPU
-        profiler = profile(activities=[activity])
+        profiler = profile(activities=[activity], acc_events=True)  # else it warns once
         profiler.start()
         return profiler
 

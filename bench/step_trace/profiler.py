@@ -26,7 +26,7 @@ def cuda_profiler() -> Any:
     """A profiler of the work of GPUs. Device thread."""
     from torch.profiler import ProfilerActivity, profile
 
-    return profile(activities=[ProfilerActivity.CUDA])
+    return profile(activities=[ProfilerActivity.CUDA], acc_events=True)  # else it warns once
 
 
 class ProfiledSteps(Generic[M]):
