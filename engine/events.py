@@ -98,6 +98,10 @@ class StepDone(Event):
     name: ClassVar[str] = "step.done"
     step_id: int
     num_sampled_tokens: int
+    sampled_req_ids: tuple[str, ...] = ()
+    """Requests that got them, in batch order; empty if nobody read events when they came."""
+    tokens_s: float | None = None
+    """When they were known, on the engine's clock; None likewise."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

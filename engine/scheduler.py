@@ -80,6 +80,8 @@ class _Unsettled(NamedTuple):
     reports: KVConnectorOutput | None
     num_stray_reports: int
     num_sampled: int
+    sampled_req_ids: tuple[str, ...] = ()
+    tokens_s: float | None = None
 
 
 class Scheduler:
@@ -689,6 +691,11 @@ class Scheduler:
         self._unsettled = _Unsettled(
             step.step_id, reports, runner_output.num_stray_reports, num_sampled
         )
+        if self._events.active:
+            got = (update.request.request_id for update in updates if update.new_token_ids)
+            self._unsettled = self._unsettled._replace(
+                sampled_req_ids=tuple(got), tokens_s=self._clock.monotonic()
+            )
         if any(update.request.response_kv_transfer_params for update in updates):
             self.settle()
         return updates
@@ -726,7 +733,15 @@ class Scheduler:
         # Last, so that the blocks whose tokens became known just now are published with the rest.
         self.kv_cache.apply_step(step.step_id)
         if self._events.active:
-            self._events.emit(StepDone(self._clock.monotonic(), step.step_id, step.num_sampled))
+            self._events.emit(
+                StepDone(
+                    self._clock.monotonic(),
+                    step.step_id,
+                    step.num_sampled,
+                    step.sampled_req_ids,
+                    step.tokens_s,
+                )
+            )
 
     def _apply_one(
         self, item: ScheduledRequest, step_id: int, runner_output: ModelRunnerOutput
