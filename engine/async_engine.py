@@ -10,6 +10,7 @@ import asyncio
 import functools
 import itertools
 import random
+import socket
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
@@ -52,6 +53,8 @@ if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
 
     from interlace.engine.connector_metrics import ConnectorMetrics
+    from interlace.engine.metrics_recording import MetricsRecording
+    from interlace.engine.metrics_server import MetricsServer
 
 INLINE_TOKENS = 16_384
 """Longer prompts are hashed in a thread. This many take about 2 ms: less than the interpreter lets
@@ -91,6 +94,10 @@ class AsyncEngine:
         self._owns_device = device is None
         self._device = device or DeviceThread()
         self._metrics = None if connector is None else self._make_metrics(connector)
+        self._registry: CollectorRegistry | None = None
+        self._recordings: list[MetricsRecording] = []
+        self._metrics_servers: list[MetricsServer] = []
+        self._metrics_ended = False
         self._scheduler = Scheduler(
             config.scheduler_config,
             config.cache_config,
@@ -172,6 +179,7 @@ class AsyncEngine:
         self._outputs.abort_all()
         if self._dead is None:
             self._dead = EngineDeadError("the engine is closed; open a new one.")
+        self._end_metrics()
         self._loop.stop()
         try:
             await self._tasks.__aexit__(None, None, None)
@@ -224,10 +232,7 @@ class AsyncEngine:
         Raises: `PromptError`, `SamplingError` and other `RequestError`s; `EngineBusyError`;
         `EngineDeadError`. Cancellation, closing or dropping the iterator aborts the request.
         """
-        if self._dead is not None:
-            raise self._dead_error()
-        if self._loop is None:
-            raise EngineDeadError("the engine is not open; use it inside `async with`.")
+        self._check_open()
         params = sampling_params or SamplingParams()
         self._check_options(params, priority, cache_salt, kv_transfer_params)
         text: str | ChatMessages = ""
@@ -437,12 +442,82 @@ class AsyncEngine:
         )
 
     @property
-    def metrics(self) -> CollectorRegistry | None:
-        """What the KV connector's Prometheus exporter keeps; None without a connector.
+    def metrics(self) -> CollectorRegistry:
+        """Counters and gauges of the engine, and what the KV connector's Prometheus exporter keeps.
 
-        A registry of this engine's own: `prometheus_client.generate_latest(engine.metrics)`.
+        A registry of this engine's own, to be read on the event loop:
+        `prometheus_client.generate_latest(engine.metrics)`. Each time it takes a `snapshot()`.
         """
-        return None if self._metrics is None else self._metrics.registry
+        if self._registry is None:
+            from prometheus_client import CollectorRegistry
+
+            from interlace.engine.engine_metrics import EngineCollector
+
+            self._registry = CollectorRegistry()
+            self._registry.register(
+                EngineCollector(
+                    self.snapshot, lambda: self._dead is None, self.config.max_waiting_requests
+                )
+            )
+            if self._metrics is not None:
+                self._registry.register(self._metrics.registry)
+        return self._registry
+
+    def record_metrics(self) -> MetricsRecording:
+        """Record histograms too, of steps, first tokens and the like, from now on: until `close()`
+        of what this returns, or until the engine ends. Its `registry` has `metrics` as well.
+
+        Raises: `EngineDeadError`.
+        """
+        from interlace.engine.metrics_recording import MetricsRecording
+
+        self._check_open()
+        recording = MetricsRecording(self.metrics, self.events(), self._clock)
+        self._recordings = [one for one in self._recordings if not one.is_closed]
+        self._recordings.append(recording)
+        self._tasks.create_task(recording.run(), name="interlace-metrics")
+        return recording
+
+    async def serve_metrics(self, port: int | socket.socket = 0) -> MetricsServer:
+        """Record metrics, and serve them at `http://127.0.0.1:PORT/metrics`, the `url` of what this
+        returns, until its `close()`, or until the engine closes. Port 0 takes a free one.
+
+        `port` may be a socket of `metrics_server.listen`, taken before the model is loaded; it is
+        the server's own from now on. When the step loop has failed, scrapes are still answered,
+        with `interlace_engine_up 0`. Raises: `ConfigError` for a port that cannot be had;
+        `EngineDeadError`. Cancellation: nothing is served or recorded.
+        """
+        self._check_open()
+        listen, kind = await asyncio.to_thread(_metrics_server_parts)  # importing reads files
+        sock = listen(port) if isinstance(port, int) else port
+        recording: MetricsRecording | None = None
+        try:
+            recording = self.record_metrics()
+            server = await kind.open(recording.registry, sock, on_close=recording.close)
+        except BaseException:
+            sock.close()
+            if recording is not None:
+                recording.close()
+            raise
+        if self._metrics_ended:  # the engine was closed meanwhile
+            server.close()
+            raise self._dead_error()
+        self._metrics_servers = [one for one in self._metrics_servers if not one.is_closed]
+        self._metrics_servers.append(server)
+        return server
+
+    def _end_metrics(self) -> None:
+        self._metrics_ended = True
+        for server in self._metrics_servers:
+            server.close()
+        for recording in self._recordings:
+            recording.close()
+
+    def _check_open(self) -> None:
+        if self._dead is not None:
+            raise self._dead_error()
+        if self._loop is None:
+            raise EngineDeadError("the engine is not open; use it inside `async with`.")
 
     def events(self, max_pending: int = 65536) -> EventStream:
         """An async iterator over what happens from now on; see `interlace.engine.events`.
@@ -454,3 +529,12 @@ class AsyncEngine:
     def __repr__(self) -> str:
         state = "dead" if self._dead is not None else repr(self._scheduler)
         return f"<AsyncEngine {self.config.model} {state} preparing={self._num_preparing}>"
+
+
+def _metrics_server_parts() -> tuple[Callable[[int], socket.socket], type[MetricsServer]]:
+    """(`listen`, the server), and all that they need is imported. Any thread."""
+    from interlace.engine import metrics_recording  # noqa: F401 - and its libraries
+    from interlace.engine.engine_metrics import EngineCollector  # noqa: F401
+    from interlace.engine.metrics_server import MetricsServer, listen
+
+    return listen, MetricsServer

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from prometheus_client import generate_latest
 from tiny_model import plain_answer, tiny_model
 
 from interlace import AsyncEngine, EngineConfig, KVTransferConfig, SamplingParams
@@ -161,5 +162,5 @@ async def test_workers_without_a_connector() -> None:
     config = EngineConfig(block_size=BLOCK, num_gpu_blocks_override=40, tensor_parallel_size=2)
     async with AsyncEngine.from_loaded(config, MODEL) as engine:
         completion = await ask(engine, PROMPT)
-        assert engine.metrics is None
+        assert b"interlace_steps_total" in generate_latest(engine.metrics)
     assert list(completion.token_ids) == plain_answer(MODEL, PROMPT, 5)
