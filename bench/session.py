@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TYPE_CHECKING, Any
@@ -111,14 +112,20 @@ def _load(settings: Settings, progress: Progress) -> LoadedModel:
 
 
 @asynccontextmanager
-async def open_bench(prepared: Prepared, clock: Clock, progress: Progress) -> AsyncIterator[Bench]:
+async def open_bench(
+    prepared: Prepared,
+    clock: Clock,
+    progress: Progress,
+    metrics: socket.socket | None = None,
+) -> AsyncIterator[Bench]:
     """Engines and the other arms over one set of weights; all closed at the end.
 
-    Raises: `ConfigError`. Cancelling closes what was opened.
+    `metrics`: where the only engine serves its metrics. Raises: `ConfigError`. Cancelling closes
+    what was opened.
     """
     on_gpu = prepared.settings.device == "cuda"
     async with AsyncExitStack() as stack:
-        ours = await _open_engines(stack, prepared, clock, progress)
+        ours = await _open_engines(stack, prepared, clock, progress, metrics)
         theirs = None
         if prepared.reference is not None:
             from interlace.bench.transformers_arm import TransformersArm
@@ -150,7 +157,11 @@ def _bars(prepared: Prepared) -> Bars:
 
 
 async def _open_engines(
-    stack: AsyncExitStack, prepared: Prepared, clock: Clock, progress: Progress
+    stack: AsyncExitStack,
+    prepared: Prepared,
+    clock: Clock,
+    progress: Progress,
+    metrics: socket.socket | None,
 ) -> list[Arm]:
     from interlace import AsyncEngine
 
@@ -161,6 +172,8 @@ async def _open_engines(
                 config, prepared.loaded, device=prepared.device, progress=progress, clock=clock
             )
         )
+        if metrics is not None:
+            await engine.serve_metrics(metrics)
         name = "interlace" if depth is None else f"interlace, {depth} in flight"
         arms.append(EngineArm(engine, clock, name))
     return arms
@@ -173,13 +186,14 @@ async def run_benchmark(
     clock: Clock,
     progress: Progress,
     shape: dict[str, object],
+    metrics: socket.socket | None = None,
 ) -> Report:
     """Open the arms, run an experiment on them, as those of `bench/experiments.py`, and report.
 
-    `shape` is what the report shows beside the model. Raises: what the engine raises. Cancelling
-    stops after the run in progress.
+    `shape` is what the report shows beside the model; `metrics`: see `open_bench`. Raises: what the
+    engine raises. Cancelling stops after the run in progress.
     """
-    async with open_bench(prepared, clock, progress) as bench:
+    async with open_bench(prepared, clock, progress, metrics) as bench:
         rows, checks = await experiment(bench)
     notes: tuple[str, ...] = ()
     if isinstance(bench.tracer, KernelTracer) and bench.tracer.problem is not None:

@@ -37,6 +37,7 @@ from interlace.cli.bench_output import StillProgress, check_json_target, show
 from interlace.cli.bench_overlap import overlap
 from interlace.cli.bench_store import store
 from interlace.cli.kv_options import KVConfig, KVConnector, KVDir, kv_transfer_config
+from interlace.cli.metrics_option import MetricsPort, metrics_socket
 from interlace.cli.own_process import frozen_heap
 from interlace.cli.progress import progress_for
 from interlace.cli.running import run
@@ -71,6 +72,7 @@ def decode(
     kv_connector: KVConnector = None,
     kv_transfer_config_json: KVConfig = None,
     kv_dir: KVDir = None,
+    metrics: MetricsPort = None,
     json: JsonTarget = None,
 ) -> None:
     """Tokens per second from the first token to the last, prefill excluded.
@@ -105,6 +107,7 @@ def decode(
         lambda bench: experiments.decode(bench, grid),
         shape | {"repeats": repeats},
         json,
+        metrics,
     )
 
 
@@ -124,6 +127,7 @@ def prefill(
     kv_connector: KVConnector = None,
     kv_transfer_config_json: KVConfig = None,
     kv_dir: KVDir = None,
+    metrics: MetricsPort = None,
     json: JsonTarget = None,
 ) -> None:
     """Time to the first token of prompts that were never seen before.
@@ -158,6 +162,7 @@ def prefill(
         lambda bench: experiments.prefill(bench, grid),
         {"prompt_tokens": _told(grid.prompt_tokens), "repeats": repeats},
         json,
+        metrics,
     )
 
 
@@ -173,6 +178,7 @@ def hit(
     max_num_batched_tokens: MaxBatchedTokens = None,
     cudagraph_mode: GraphModeName = None,
     max_inflight_steps: InflightSteps = None,
+    metrics: MetricsPort = None,
     json: JsonTarget = None,
 ) -> None:
     """Time to the first token of a prompt that is cached, in units of one decode step.
@@ -206,7 +212,7 @@ def hit(
             return await hits.hit(bench, prompt_tokens, repeats)
         return await hits.hit_with_new(bench, prompt_tokens, counts, repeats)
 
-    _measure("hit", settings, experiment, shape | {"repeats": repeats}, json)
+    _measure("hit", settings, experiment, shape | {"repeats": repeats}, json, metrics)
 
 
 @app.command()
@@ -305,15 +311,27 @@ def _measure(
     experiment: Callable[[Bench], Awaitable[Outcome]],
     shape: dict[str, object],
     json: str | None,
+    metrics: int | None,
 ) -> None:
     """Load, run one experiment on an event loop, show the report."""
     from interlace.bench.session import prepare, run_benchmark
     from interlace.engine.clock import MonotonicClock
 
     check_json_target(json)
+    if metrics is not None and len(settings.max_inflight_steps) > 1:
+        raise typer.BadParameter(
+            "a port serves one engine: give one depth with --metrics.",
+            param_hint="--max-inflight-steps",
+        )
     progress = StillProgress(sys.stderr)
-    with contextlib.closing(prepare(settings, progress_for())) as prepared, frozen_heap():
+    with (
+        metrics_socket(metrics) as sock,
+        contextlib.closing(prepare(settings, progress_for())) as prepared,
+        frozen_heap(),
+    ):
         report = run(
-            lambda: run_benchmark(name, prepared, experiment, MonotonicClock(), progress, shape)
+            lambda: run_benchmark(
+                name, prepared, experiment, MonotonicClock(), progress, shape, sock
+            )
         )
     show(report, json)

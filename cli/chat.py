@@ -8,7 +8,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import os
+import socket
 import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager
@@ -23,6 +25,7 @@ from interlace.cli.chat_session import ChatSession
 from interlace.cli.kv_options import KVConfig, KVConnector, KVDir, kv_transfer_config
 from interlace.cli.lines import LineReader, LineSource, TypedLines, terminal_restored
 from interlace.cli.log_lines import log_between_answers
+from interlace.cli.metrics_option import MetricsPort, metrics_socket
 from interlace.cli.own_process import frozen_heap
 from interlace.cli.progress import progress_for
 from interlace.cli.running import run
@@ -106,6 +109,7 @@ def chat(
     kv_connector: KVConnector = None,
     kv_transfer_config_json: KVConfig = None,
     kv_dir: KVDir = None,
+    metrics: MetricsPort = None,
     temperature: Annotated[
         float,
         typer.Option(
@@ -213,8 +217,9 @@ def chat(
     if json and question is None and is_terminal(sys.stdin):
         raise typer.BadParameter("--json needs -p TEXT, or questions on standard input.")
     how = Conversation(question, _text(system), transcript, as_json=json)
-    with terminal_restored():
-        code = run(lambda: talk(start_engine, config, params, how))
+    with metrics_socket(metrics) as sock, terminal_restored():
+        start = start_engine if sock is None else functools.partial(start_engine, metrics=sock)
+        code = run(lambda: talk(start, config, params, how))
     raise typer.Exit(code)
 
 
@@ -270,8 +275,11 @@ def _lines(screen: Screen, interactive: bool) -> LineSource:
 
 
 @contextlib.asynccontextmanager
-async def start_engine(config: EngineConfig, progress: Progress) -> AsyncIterator[ChatEngine]:
-    """The real engine. Its modules, torch among them, are imported in a thread."""
+async def start_engine(
+    config: EngineConfig, progress: Progress, *, metrics: socket.socket | None = None
+) -> AsyncIterator[ChatEngine]:
+    """The real engine, which serves its metrics on a socket of `metrics_socket`. Its modules, torch
+    among them, are imported in a thread."""
 
     def front_door() -> type[AsyncEngine]:
         from interlace import AsyncEngine
@@ -280,6 +288,8 @@ async def start_engine(config: EngineConfig, progress: Progress) -> AsyncIterato
 
     engine_class = await asyncio.to_thread(front_door)
     async with engine_class.from_config(config, progress=progress) as engine:
+        if metrics is not None:
+            await engine.serve_metrics(metrics)
         with frozen_heap():
             yield engine
 
