@@ -23,17 +23,18 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from interlace.connectors.base import CheckSetup, KVConnectorBase_V1
+from interlace.connectors.counted_metrics import CountedMetrics
 from interlace.connectors.example_faults import FAULT_KINDS, damage
 from interlace.connectors.example_messages import ExampleMetadata, ExampleWorkerMetadata
 from interlace.connectors.example_options import ExampleConnectorOptions
 from interlace.connectors.example_save_planner import MAX_RUN_BLOCKS, max_run_blocks
 from interlace.connectors.example_scheduler import ExampleScheduler
-from interlace.connectors.example_stats import ExampleConnectorStats
+from interlace.connectors.example_stats import NUMBERS, ExampleConnectorStats
 from interlace.connectors.kv_folders.counters import KVFolderCounters, Tally
 from interlace.connectors.kv_folders.folders import KVFolders
 from interlace.connectors.kv_folders.identity import KVIdentity
@@ -49,7 +50,7 @@ from interlace.engine.kv_connector import (
     KVConnectorOutput,
     KVConnectorRole,
 )
-from interlace.engine.kv_connector_stats import KVConnectorStats
+from interlace.engine.kv_connector_stats import KVConnectorPromMetrics, KVConnectorStats
 from interlace.engine.kv_events import KVCacheEvent
 from interlace.engine.request import Request
 from interlace.engine.scheduler_output import SchedulerOutput
@@ -325,6 +326,19 @@ class ExampleConnector(KVConnectorBase_V1):
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
         """True: it loads and saves in the hooks of the layers."""
         return True
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: EngineConfig,
+        metric_types: Mapping[type[Any], Callable[..., Any]],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> KVConnectorPromMetrics:
+        """Of all that the workers count."""
+        return CountedMetrics(
+            vllm_config, metric_types, labelnames, per_engine_labelvalues, NUMBERS
+        )
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> ExampleConnectorStats:

@@ -61,14 +61,16 @@ Read on in this order:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from interlace.connectors.base import CheckSetup, KVConnectorBase_V1
+from interlace.connectors.counted_metrics import CountedMetrics
 from interlace.connectors.kv_folders.identity import KVIdentity
 from interlace.connectors.pipeline.messages import PipelineHandshake, PipelineMetadata
 from interlace.connectors.pipeline.options import PipelineOptions
+from interlace.connectors.pipeline.sched_metrics import NUMBERS
 from interlace.connectors.pipeline.sched_stats import PipelineStats
 from interlace.connectors.pipeline.scheduler import PipelineScheduler, SchedulerSettings
 from interlace.connectors.pipeline.store_directory import check_directory
@@ -88,7 +90,7 @@ from interlace.engine.kv_connector import (
     KVConnectorRole,
     KVConnectorWorkerMetadata,
 )
-from interlace.engine.kv_connector_stats import KVConnectorStats
+from interlace.engine.kv_connector_stats import KVConnectorPromMetrics, KVConnectorStats
 from interlace.engine.ports import LayerGates
 from interlace.engine.request import Request
 from interlace.engine.scheduler_output import SchedulerOutput
@@ -379,6 +381,19 @@ class PipelineConnector(KVConnectorBase_V1):
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
         """False: it has gates, see `get_layer_gates`."""
         return False
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: EngineConfig,
+        metric_types: Mapping[type[Any], Callable[..., Any]],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> KVConnectorPromMetrics:
+        """Of all that `PipelineStats` has."""
+        return CountedMetrics(
+            vllm_config, metric_types, labelnames, per_engine_labelvalues, NUMBERS
+        )
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> PipelineStats:

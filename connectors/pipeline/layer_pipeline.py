@@ -153,6 +153,7 @@ class LayerPipeline:
         self._step_id = 0  # that it is of
         self._groups_ahead = 0  # of the one for which the step waits, so many are submitted
         self._may_write_late = False  # a copy of it that was given up
+        self._num_late = 0  # loads within steps, since the start
         self._gates = self._make_gates(lanes) if isinstance(lanes, CudaLanes) else None
 
     @classmethod
@@ -285,6 +286,7 @@ class LayerPipeline:
             load.fail(gate.error)
 
     def _give_up_late(self, load: PipelinedLoad, layer: int) -> None:
+        self._num_late += 1
         error = ConnectorError(
             f"layer {layer} was not loaded within {self._deadline_s:g} s: its blocks are computed"
             " instead. Is the machine busy with other things?"
@@ -474,6 +476,16 @@ class LayerPipeline:
         may_feed = may_feed and self._may_feed
         for feeder in (self._bulk, self._store):
             feeder.poll(may_feed=may_feed, visit=visit)
+
+    @property
+    def num_stuck(self) -> int:
+        """Transfers of all kinds that were given up after the deadline, since the start."""
+        return self._num_late + self._bulk.num_given_up + self._store.num_given_up
+
+    @property
+    def num_hanging(self) -> int:
+        """Of those beside the steps, what has not returned."""
+        return self._bulk.num_hanging + self._store.num_hanging
 
     def close(self, timeout_s: float = DEFAULT_DEADLINE_S) -> bool:
         """Give up what has not begun, and end the lanes; False if one took longer than that.

@@ -224,6 +224,8 @@ class PipelineReport(KVConnectorWorkerMetadata):
     """Slabs that were registered."""
     closing: frozenset[str] = frozenset()
     """Registered slabs that are to go: see `PipelineMetadata.closed`."""
+    levels: tuple[tuple[str, int], ...] = ()
+    """Names of `LEVELS` that this side knows, and how they stand, of those that have changed."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> PipelineReport:
         """Both. There is one worker: only `MultiConnector` and empty steps bring two together."""
@@ -244,6 +246,7 @@ class PipelineReport(KVConnectorWorkerMetadata):
             self.counts + other.counts,
             self.mapped + other.mapped,
             self.closing | other.closing,
+            self.levels + other.levels,
         )
 
 

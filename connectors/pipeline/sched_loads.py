@@ -77,6 +77,11 @@ class OpenLoads:
         """Whether there is one."""
         return bool(self._open)
 
+    @property
+    def num_open(self) -> int:
+        """Loads that have not ended."""
+        return len(self._open)
+
     def __contains__(self, load_id: int) -> bool:
         """Whether that one is."""
         return load_id in self._open

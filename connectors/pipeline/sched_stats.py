@@ -4,8 +4,24 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+from collections.abc import Mapping
+from typing import Self
 
-from interlace.engine.kv_connector_stats import CountingStats
+from interlace.engine.kv_connector_stats import CountingStats, KVConnectorStats
+
+LEVELS = frozenset(
+    {
+        *("open_loads", "open_saves", "records_stored", "records_free", "records_busy"),
+        *("transfers_hanging", "write_queue_bytes", "read_queue_blocks"),
+    }
+)
+"""Of `PipelineStats`' names, those that say how things stand: the newest counts."""
+BYTES_OF = {
+    "blocks_loaded": "bytes_loaded",
+    "blocks_saved": "bytes_saved",
+    "blocks_fetched": "bytes_fetched",
+    "blocks_written": "bytes_written",
+}
 
 
 @dataclasses.dataclass
@@ -25,7 +41,32 @@ class PipelineStats(CountingStats):
     `writes_dropped_error`; and `stores_dropped` (too many waited already, so they were not even
     queued). And `slabs_evicted`, files that went to make room, and `slabs_undeletable`, files that
     turned out to be such. What goes on beside the steps is counted with the next step's report.
+
+    `transfers_stuck` were given up after the deadline. `bytes_loaded`, `bytes_saved`,
+    `bytes_fetched` and `bytes_written` go with the blocks of these names. Times, in microseconds,
+    each with the bytes that were moved in it (`load_timed_bytes` and so on): `load_us` of loads
+    within steps, `beside_us` beside them, `fetch_us`, `write_us`.
+
+    How things stand, told when that has changed (`LEVELS`): `open_loads`, `open_saves`;
+    `records_stored`, `records_free` and `records_busy`, of host memory; `write_queue_bytes` and
+    `read_queue_blocks`; `transfers_hanging`, which were given up and have not returned.
     """
+
+    def aggregate(self, other: KVConnectorStats) -> Self:
+        """Add `other`'s counts to these, and take over its levels."""
+        super().aggregate(other)
+        self.data.update((name, other.data[name]) for name in LEVELS & other.data.keys())
+        return self
+
+    def add_bytes(self, record_bytes: int) -> None:
+        """What its blocks come to. `record_bytes`: of one."""
+        for blocks, num_bytes in BYTES_OF.items():
+            if blocks in self.data:
+                self.data[num_bytes] = self.data[blocks] * record_bytes
+
+    def is_empty(self) -> bool:
+        """Whether nothing was counted, and no level told, be it 0."""
+        return super().is_empty() and not LEVELS & self.data.keys()
 
 
 class Counter:
@@ -33,15 +74,25 @@ class Counter:
 
     def __init__(self) -> None:
         self._counts = collections.Counter[str]()
+        self._levels: dict[str, int] = {}
+        self._changed: dict[str, int] = {}
 
     def add(self, name: str, number: int = 1) -> None:
         """Count `number` more of `name`; 0 leaves no trace."""
         if number:
             self._counts[name] += number
 
+    def set_levels(self, levels: Mapping[str, int]) -> None:
+        """How things stand: what differs from the last time is told. 0 is where all begin."""
+        for name, level in levels.items():
+            if self._levels.get(name, 0) != level:
+                self._levels[name] = self._changed[name] = level
+
     def take(self) -> PipelineStats | None:
-        """What was counted since the last call, None if nothing was."""
-        if not self._counts:  # as after most steps
+        """What was counted since the last call, and which levels have changed; None if there is
+        neither."""
+        if not (self._counts or self._changed):  # as after most steps
             return None
         counts, self._counts = self._counts, collections.Counter()
-        return PipelineStats(data=dict(counts))
+        changed, self._changed = self._changed, {}
+        return PipelineStats(data={**counts, **changed})

@@ -102,6 +102,7 @@ class PipelineScheduler:
         )
         self._timed_steps = TimedSteps(settings.max_inflight_steps)
         self._counter = Counter()
+        self._told: tuple[int, ...] = ()  # of what stands somehow
         self._tier = MemoryTier(self.index)
         if stored is not None:
             self._tier = files = FileTier(
@@ -369,14 +370,22 @@ class PipelineScheduler:
         report = connector_output.kv_connector_worker_meta
         if not isinstance(report, PipelineReport):
             return
-        for name, number in report.counts:
-            self._counter.add(name, number)
+        self._count(report)
         self._loads.follow(report.shares)
         self._loads.end(report)
         self._tier.follow(report)
         self._planner.allow(report.copied)
         self._planner.fail(report.failed)
         self.chooser.learn(report)
+
+    def _count(self, report: PipelineReport) -> None:
+        for name, number in report.counts:
+            self._counter.add(name, number)
+        for what, samples in (("load", report.loads), ("fetch", report.fetches)):
+            for sample in samples:
+                self._counter.add(f"{what}_us", round(sample.seconds * 1e6))
+                self._counter.add(f"{what}_timed_bytes", sample.num_bytes)
+        self._counter.set_levels(dict(report.levels))
 
     def _distrust_loads(self, invalid: set[int]) -> None:
         """Records that could not be loaded are not promised again, and who lost some is promised
@@ -429,8 +438,21 @@ class PipelineScheduler:
         self._tier.close(timeout_s)
 
     def take_stats(self) -> PipelineStats | None:
-        """What was counted since the last call; None if it is nothing."""
-        return self._counter.take()
+        """What was counted since the last call, and what stands otherwise; None if it is
+        nothing."""
+        index = self.index
+        num_stored, num_free = index.num_stored, index.num_free
+        now = (self._loads.num_open, self._planner.num_open, num_stored, num_free)
+        if now != self._told:  # not so after most steps
+            self._told = now
+            names = ("open_loads", "open_saves", "records_stored", "records_free")
+            self._counter.set_levels(dict(zip(names, now, strict=True)))
+            num_busy = index.num_records - num_stored - num_free
+            self._counter.set_levels({"records_busy": num_busy})
+        stats = self._counter.take()
+        if stats is not None:
+            stats.add_bytes(self._record_bytes)
+        return stats
 
     def __repr__(self) -> str:
         return (

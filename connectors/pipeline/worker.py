@@ -5,6 +5,7 @@ Nothing here waits for a GPU, but `handshake` and `close`. On a CPU a layer wait
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
@@ -102,6 +103,9 @@ class PipelineWorker:
         self._loaded: set[int] = set()
         self._shares: list[ShareReport] = []
         self._failed_saves: set[int] = set()
+        self._beside = collections.Counter[str]()  # of loads beside the steps, for the next report
+        self._num_stuck = 0  # that were reported
+        self._levels: dict[str, int] = {}  # likewise
 
     # ---------------------------------------------------------------- once
 
@@ -391,9 +395,17 @@ class PipelineWorker:
         self._take_settled()
         received = [one for one in ended if not one.is_lost]
         for one in received:
+            self._time_beside(one)
             self._invalid |= one.invalid()
             self._shares += one.news(has_ended=True)
         return sent or None, {one.load.request_id for one in received} or None
+
+    def _time_beside(self, one: BulkLoad) -> None:
+        for transfer in one.transfers:
+            stats = transfer.stats
+            if transfer.error is None and stats.seconds is not None:
+                self._beside["beside_us"] += round(stats.seconds * 1e6)
+                self._beside["beside_timed_bytes"] += stats.num_bytes
 
     def take_invalid(self) -> set[int]:
         """The step is over: blocks that its loads, or those just received, did not fill."""
@@ -429,6 +441,7 @@ class PipelineWorker:
         report = PipelineReport(copied, failed, loaded, tuple(shares), opened.sampler.take(), loads)
         if opened.files is not None:
             report = self._with_files(report, opened.files)
+        report = self._with_own_counts(report, opened)
         return None if report == PipelineReport() else report
 
     @property
@@ -457,6 +470,22 @@ class PipelineWorker:
         self._loaded.add(load.load_id)
         if self._open.files is not None:
             self._open.files.maps.end_load(load.load_id)
+
+    def _with_own_counts(self, report: PipelineReport, opened: _Opened) -> PipelineReport:
+        """With what was timed beside the steps, and what is stuck, or waits."""
+        counts, self._beside = self._beside, collections.Counter()
+        num_stuck, num_hanging = opened.pipeline.num_stuck, opened.pipeline.num_hanging
+        counts["transfers_stuck"] += num_stuck - self._num_stuck
+        self._num_stuck = num_stuck
+        levels = {} if opened.files is None else opened.files.levels
+        levels["transfers_hanging"] = levels.get("transfers_hanging", 0) + num_hanging
+        changed = [pair for pair in levels.items() if pair[1] != self._levels.get(pair[0], 0)]
+        self._levels = levels
+        return dataclasses.replace(
+            report,
+            counts=(*report.counts, *((name, n) for name, n in counts.items() if n)),
+            levels=tuple(changed),
+        )
 
     def _with_files(self, report: PipelineReport, files: FileWork) -> PipelineReport:
         samples, self._fetch_samples = self._fetch_samples, []

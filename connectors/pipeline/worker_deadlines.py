@@ -58,11 +58,19 @@ class PatientFeeder(Feeder):
         self._since = 0.0  # it is the oldest one
         self._is_overdue = False
         self._stuck: list[tuple[FedTransfer, Gate]] = []
+        self.num_given_up = 0
+        """Transfers that have failed since the lane hung, since the start."""
 
     @property
     def is_idle(self) -> bool:
         """See `Feeder`."""
         return super().is_idle and not self._stuck
+
+    @property
+    def num_hanging(self) -> int:
+        """Transfers that were given up, and still have their blocks."""
+        fed = [one for one, *_ in self._fed] if self._is_overdue else []
+        return len({id(one) for one in (*fed, *(one for one, _ in self._stuck))})
 
     def poll(self, *, may_feed: bool, visit: Visit = Visit.BEHIND_FORWARD) -> None:
         """See `Feeder`; and see whether the lane hangs."""
@@ -95,6 +103,7 @@ class PatientFeeder(Feeder):
         failed = {id(one): one for one in (*self._waiting, *(fed[0] for fed in self._fed))}
         for transfer in failed.values():
             transfer.fail(error)
+        self.num_given_up += len(failed)
         name = self.lane.name
         if not self._is_stream:
             self._change_lane()

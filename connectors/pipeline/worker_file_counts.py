@@ -10,8 +10,11 @@ from interlace.connectors.slab_store.writing import WriteBehind
 class FileCounts:
     """Differences of what the parts of a store count since the start, by `PipelineStats`' names."""
 
-    def __init__(self, reads: Reads, writes: WriteBehind, directory: SlabDirectory) -> None:
+    def __init__(
+        self, reads: Reads, writes: WriteBehind, directory: SlabDirectory, record_bytes: int
+    ) -> None:
         """Asks these, which begin with nothing."""
+        self._record_bytes = record_bytes
         self._reads = reads
         self._writes = writes
         self._directory = directory
@@ -33,6 +36,8 @@ class FileCounts:
             "writes_dropped_queue_full": writes.dropped_queue_full,
             "writes_dropped_no_room": writes.dropped_no_room,
             "writes_dropped_error": writes.dropped_error,
+            "write_us": round(self._writes.busy_s * 1e6),
+            "write_timed_bytes": writes.written * self._record_bytes,
             "slabs_evicted": directory.num_evicted,
             "slabs_undeletable": directory.num_undeletable,
         }

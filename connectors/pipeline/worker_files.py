@@ -168,7 +168,7 @@ class FileWork:
             most_queued_bytes=max(space.record_bytes, records.nbytes // _SHARE_OF_MEMORY),
             clock=clock,
         )
-        self._counts = FileCounts(self._reads, self._writes, directory)
+        self._counts = FileCounts(self._reads, self._writes, directory, space.record_bytes)
         self._open_writes: dict[int, tuple[StoreOrder, Write]] = {}
 
     @classmethod
@@ -253,6 +253,15 @@ class FileWork:
         """What was counted since the last call, with all that had been reported as ended by then:
         see `PipelineReport.counts`."""
         return self._counts.take()
+
+    @property
+    def levels(self) -> dict[str, int]:
+        """How queues stand, by `PipelineStats`' names."""
+        return {
+            "write_queue_bytes": self._writes.num_queued_bytes,
+            "read_queue_blocks": self._reads.num_waiting,
+            "transfers_hanging": self._reads.num_hanging,
+        }
 
     @property
     def is_storing(self) -> bool:

@@ -133,6 +133,11 @@ class ReadQueue:
         with self._lock:
             return self._counts
 
+    @property
+    def num_waiting(self) -> int:
+        """Records that nobody has begun to read, cancelled ones included."""
+        return len(self._waiting)
+
     def is_idle(self, readers: Iterable[Reader]) -> bool:
         """Whether nothing waits, and none of these has anything."""
         with self._lock:

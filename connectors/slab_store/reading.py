@@ -99,6 +99,16 @@ class Reads:
         return self._queue.counts
 
     @property
+    def num_waiting(self) -> int:
+        """Records that wait for a lane."""
+        return self._queue.num_waiting
+
+    @property
+    def num_hanging(self) -> int:
+        """Records that lanes have which were given up."""
+        return sum(len(reader.taken) for reader in self._stuck)
+
+    @property
     def is_idle(self) -> bool:
         """Whether no read is under way, not even one that was given up."""
         self.poll()

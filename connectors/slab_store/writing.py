@@ -92,6 +92,8 @@ class WriteBehind:
         self._waiting: collections.deque[Write] = collections.deque()
         self._lock = threading.Lock()  # for the counts
         self._counts = WriteCounts(0, 0, 0, 0)
+        self.busy_s = 0.0
+        """How long writing took so far, of writes that wrote something. The lane adds to it."""
         # The lane's own.
         self._writer: SlabWriter | None = None
         self._again_s = float("-inf")
@@ -151,6 +153,7 @@ class WriteBehind:
     def _run(self, write: Write) -> None:
         places: list[StoredPlace] = []
         left = collections.deque(write.records)
+        begun_s = self._clock()
         while left and (writer := self._open_writer(len(left))) is not None:
             error = self._add(writer, left[0], places)
             if error is not None:
@@ -159,6 +162,7 @@ class WriteBehind:
                 break
             left.popleft()
         write.places = tuple(places)
+        self.busy_s += self._clock() - begun_s if places else 0.0
         self._count(written=len(places))
 
     def _open_writer(self, num_wanted: int) -> SlabWriter | None:

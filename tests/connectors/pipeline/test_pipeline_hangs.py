@@ -15,6 +15,7 @@ import torch
 from deep_model import deep_model
 from engine_kit import until
 from hooked_copies import HookedCopies
+from metrics_kit import read
 from pipeline_kit import (
     LOADING,
     PATIENCE_S,
@@ -234,6 +235,14 @@ def is_as_the_policy_says(policy: Policy, name: str, one: Completion) -> bool:
     return is_right(PROMPTS[name], one)
 
 
+def stuck_and_hanging(engine: AsyncEngine) -> tuple[float, float]:
+    """Transfers that were given up, and those of them that have not returned: what is scraped."""
+    values = read(engine.metrics)
+    names = ("kv_stuck_transfers_total", "kv_hanging_transfers")
+    stuck, hanging = (values[f"interlace_{name}{{engine=0}}"] for name in names)
+    return stuck, hanging
+
+
 beside = pytest.mark.parametrize("load_mode", ["bulk", "hybrid"])
 
 
@@ -260,8 +269,11 @@ async def test_a_load_beside_the_steps_that_hangs(
         assert len(told) == 1
         assert "'bulk' has hung for 100 s: 2 transfers failed, and 1 of them keep" in told[0]
         assert told[0].endswith("those of victim")
+        assert stuck_and_hanging(engine) == (2, 1)
         hold.let_go.set()
         assert is_as_the_policy_says(policy, "victim", await asked["victim"])
+        await ask_others(engine)
+        assert stuck_and_hanging(engine) == (2, 0)
 
 
 @beside

@@ -27,7 +27,7 @@ from interlace.connectors.pipeline.messages import (
     StepSample,
 )
 from interlace.connectors.pipeline.sched_samples import TimedSteps
-from interlace.connectors.pipeline.sched_stats import PipelineStats
+from interlace.connectors.pipeline.sched_stats import BYTES_OF, LEVELS, PipelineStats
 from interlace.connectors.pipeline_connector import PipelineConnector
 from interlace.engine.config import EngineConfig, KVRole, KVTransferConfig, ModelConfig
 from interlace.engine.kv_connector import (
@@ -296,9 +296,11 @@ class World:
         vars(self.connector)["get_kv_connector_stats"] = noted
 
     def counts(self) -> dict[str, int]:
-        """What was counted since the last call."""
+        """What was counted since the last call, but for what follows from how many blocks there
+        are, and how things stand."""
         self.connector.get_kv_connector_stats()
-        counts = dict(self.stats.data)
+        left_out = LEVELS | set(BYTES_OF.values())
+        counts = {name: n for name, n in self.stats.data.items() if name not in left_out}
         self.stats.reset()
         return counts
 
