@@ -70,7 +70,8 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "kv_transfer_seconds": Family(
         "Time that timed transfers took: load (within steps), load_beside (beside them), read,"
-        " write. vLLM: kv_offload_total_time.",
+        " write. Reads that have ended when they are first looked at are not timed, nor are saves."
+        " vLLM: kv_offload_total_time.",
         "transfer",
     ),
     "kv_timed_transfer_bytes": Family(

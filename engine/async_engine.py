@@ -451,7 +451,7 @@ class AsyncEngine:
         if self._registry is None:
             from prometheus_client import CollectorRegistry
 
-            from interlace.engine.engine_metrics import EngineCollector
+            from interlace.engine.engine_metrics import EngineCollector, WithoutCreated
 
             self._registry = CollectorRegistry()
             self._registry.register(
@@ -460,7 +460,7 @@ class AsyncEngine:
                 )
             )
             if self._metrics is not None:
-                self._registry.register(self._metrics.registry)
+                self._registry.register(WithoutCreated(self._metrics.registry))
         return self._registry
 
     def record_metrics(self) -> MetricsRecording:

@@ -57,6 +57,21 @@ class EngineCollector(Collector):
         yield from families_of(self._snapshot())
 
 
+class WithoutCreated(Collector):
+    """Metrics of prometheus_client's own kinds, without a series for each that says when it was
+    made: those are as many again, and told as gauges. The library's switch is for the process."""
+
+    def __init__(self, metrics: Collector) -> None:
+        self._metrics = metrics
+
+    def collect(self) -> Iterator[Metric]:
+        """Copies: the library's own are left as they are."""
+        for metric in self._metrics.collect():
+            kept = Metric(metric.name, metric.documentation, metric.type, metric.unit)
+            kept.samples = [one for one in metric.samples if not one.name.endswith("_created")]
+            yield kept
+
+
 def families_of(snapshot: EngineSnapshot) -> Iterator[Metric]:
     """All that a snapshot tells, as metrics. Counts are since the engine started."""
     stats = snapshot.stats

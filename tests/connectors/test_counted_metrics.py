@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import re
 import threading
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from engine_kit import until
 from metrics_kit import Values, read
 from multi_kit import multi_config
 from pipeline_files_kit import (
@@ -144,14 +146,22 @@ async def rest(engine: AsyncEngine) -> None:
         await a_step(engine)
 
 
-async def test_a_prompt_that_is_written_and_read_again(tmp_path: Path) -> None:
-    folder = tmp_path / "kv"
+async def test_a_prompt_that_is_written_and_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, may_go_on = tmp_path / "kv", threading.Event()
     async with engine_of(folder) as engine:
         await ask(engine, PROMPT, 1)
         await rest(engine)
         written = read(engine.metrics)
+    monkeypatch.setattr(slabs, "read_at", waiting_for(may_go_on))
     async with engine_of(folder) as engine:
-        assert num_external(await ask(engine, PROMPT, 1)) == 10 * BLOCK_SIZE
+        async with asyncio.TaskGroup() as group:
+            asked = group.create_task(ask(engine, PROMPT, 1))
+            # Reads that have ended when they are first looked at are not timed.
+            await until(lambda: engine.snapshot().stats.num_steps >= 3)
+            may_go_on.set()
+        assert num_external(asked.result()) == 10 * BLOCK_SIZE
         await rest(engine)
         values = read(engine.metrics)
         assert engine.snapshot().kv_connector_stats["bytes_fetched"] == 10 * RECORD_BYTES
@@ -173,6 +183,7 @@ async def test_a_prompt_that_is_written_and_read_again(tmp_path: Path) -> None:
         assert timed == 10 * RECORD_BYTES
         assert of(values, "kv_transfer_seconds_total", transfer=transfer) > 0
     assert values["interlace_kv_hit_tokens_total"] == 10 * BLOCK_SIZE
+    assert not [name for name in values if "_created" in name]
     for transfer in ("load", "save"):
         assert of(values, "kv_open_transfers", transfer=transfer) == 0
 
