@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import socket
 import sys
 from collections.abc import AsyncIterator
 
@@ -22,7 +23,9 @@ SIGNS = {"~": WAIT, "!": WARN, "#": DIE}
 
 
 @contextlib.asynccontextmanager
-async def start_fake(config: EngineConfig, progress: Progress) -> AsyncIterator[ChatEngine]:
+async def start_fake(
+    config: EngineConfig, progress: Progress, *, metrics: socket.socket | None = None
+) -> AsyncIterator[ChatEngine]:
     pieces = [SIGNS.get(piece, piece) for piece in re.findall("[~!#]|[^~!#]{1,3}", answer)]
     yield FakeEngine(Script(pieces))
 
