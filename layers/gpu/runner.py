@@ -51,6 +51,8 @@ ADVANCE_PAUSE_S = 0.0002
 _GATHERED_KEYS = 65_536
 """Of several long chunks in one step there is room for so many, and for one chunk of any length."""
 _GATHERED_REQUESTS = 16
+_LEAST_GATHERING = (9, 0)
+"""Compute capability: older GPUs have no tensor memory accelerator, and less shared memory."""
 
 
 class GpuRunner:
@@ -383,7 +385,10 @@ class GpuRunner:
 
 
 def _key_room(decoder: Decoder, max_num_batched_tokens: int) -> KeyRoom | None:
-    """Where the keys of long chunks are gathered; None if no step has any."""
+    """Where the keys of long chunks are gathered; None if no step has any, or for older GPUs."""
+    device = decoder.device
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < _LEAST_GATHERING:
+        return None
     a, longest = decoder.architecture, decoder.max_model_len
     group = a.num_heads // a.num_kv_heads
     most = min(max_num_batched_tokens, longest)
@@ -394,5 +399,5 @@ def _key_room(decoder: Decoder, max_num_batched_tokens: int) -> KeyRoom | None:
         num_kv_heads=a.num_kv_heads,
         head_dim=a.head_dim,
         dtype=decoder.dtype,
-        device=decoder.device,
+        device=device,
     )
