@@ -82,7 +82,8 @@ def test_there_is_room_for_keys_where_they_are_gathered(
     )
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     monkeypatch.setattr(KeyRoom, "allocate", lambda **sizes: sizes["capacity"])
-    assert runner._key_room(decoder, most) == capacity
+    found: Any = runner._key_room(decoder, most)
+    assert found == capacity
 
 
 def test_lengths_are_those_at_the_end_of_the_step() -> None:
@@ -98,6 +99,6 @@ def test_lengths_are_those_at_the_end_of_the_step() -> None:
         output = scheduler.schedule()
         assert output is not None
         found.append(sorted(chunk_lengths(output)))
-        sampled = {req_id: [5] for req_id in output.sampling_req_ids}
+        sampled = {req_id: (5,) for req_id in output.sampling_req_ids}
         scheduler.update_from_output(output, ModelRunnerOutput(sampled))
     assert found == [[3, 7], [16], [25], []]
