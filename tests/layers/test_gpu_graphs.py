@@ -99,6 +99,6 @@ def test_lengths_are_those_at_the_end_of_the_step() -> None:
         output = scheduler.schedule()
         assert output is not None
         found.append(sorted(chunk_lengths(output)))
-        sampled = {req_id: (5,) for req_id in output.sampling_req_ids}
+        sampled = dict.fromkeys(output.sampling_req_ids, (5,))
         scheduler.update_from_output(output, ModelRunnerOutput(sampled))
     assert found == [[3, 7], [16], [25], []]
