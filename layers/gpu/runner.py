@@ -51,8 +51,9 @@ ADVANCE_PAUSE_S = 0.0002
 _GATHERED_KEYS = 65_536
 """Of several long chunks in one step there is room for so many, and for one chunk of any length."""
 _GATHERED_REQUESTS = 16
-_LEAST_GATHERING = (9, 0)
-"""Compute capability: older GPUs have no tensor memory accelerator, and less shared memory."""
+_GATHERING = (9, 10)
+"""Major compute capabilities, of data centers' GPUs: others have no tensor memory accelerator, or
+too little shared memory for the tiles (99 KiB of 225)."""
 
 
 class GpuRunner:
@@ -385,9 +386,9 @@ class GpuRunner:
 
 
 def _key_room(decoder: Decoder, max_num_batched_tokens: int) -> KeyRoom | None:
-    """Where the keys of long chunks are gathered; None if no step has any, or for older GPUs."""
+    """Where the keys of long chunks are gathered; None if no step has any, or for other GPUs."""
     device = decoder.device
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) < _LEAST_GATHERING:
+    if device.type == "cuda" and torch.cuda.get_device_capability(device)[0] not in _GATHERING:
         return None
     a, longest = decoder.architecture, decoder.max_model_len
     group = a.num_heads // a.num_kv_heads

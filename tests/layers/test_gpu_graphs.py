@@ -64,6 +64,7 @@ def test_a_graph_that_gathers_stands_only_for_keys_that_fit() -> None:
         (torch.bfloat16, (9, 0), 8192, 26_624),
         (torch.bfloat16, (10, 0), 192, 26_624),
         (torch.bfloat16, (8, 9), 8192, None),
+        (torch.bfloat16, (12, 0), 8192, None),
         (torch.float32, (9, 0), 8192, None),
         (torch.bfloat16, (9, 0), 191, None),
     ],
