@@ -30,6 +30,7 @@ from interlace.cli.screen import PROMPT, Screen, is_terminal
 from interlace.cli.transcript import load_transcript
 from interlace.engine.config import EngineConfig
 from interlace.engine.errors import PromptError
+from interlace.engine.live_feed import watchable
 from interlace.engine.ports import Progress
 from interlace.engine.sampling_params import SamplingParams
 
@@ -279,7 +280,10 @@ async def start_engine(config: EngineConfig, progress: Progress) -> AsyncIterato
         return AsyncEngine
 
     engine_class = await asyncio.to_thread(front_door)
-    async with engine_class.from_config(config, progress=progress) as engine:
+    async with (
+        engine_class.from_config(config, progress=progress) as engine,
+        watchable(engine),
+    ):
         with frozen_heap():
             yield engine
 

@@ -19,7 +19,7 @@ import contextlib
 import logging
 import os
 import socket
-from collections.abc import Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
 from pathlib import Path
 from types import TracebackType
 from typing import Protocol, Self, cast
@@ -264,3 +264,24 @@ class _Viewer(asyncio.Protocol):
         """Send it away at once, whatever it has not taken."""
         if self._transport is not None:
             self._transport.abort()
+
+
+class Watchable(Protocol):
+    """An engine that can be watched: the part of `AsyncEngine`."""
+
+    def live_view(self) -> LiveFeed:
+        """See `AsyncEngine`."""
+        ...
+
+
+@contextlib.asynccontextmanager
+async def watchable(engine: Watchable) -> AsyncIterator[LiveFeed | None]:
+    """`engine.live_view()`, for commands that work as well if there is no place for its socket:
+    None then, and why is logged. Cancellation: the socket goes."""
+    async with contextlib.AsyncExitStack() as stack:
+        feed = None
+        try:
+            feed = await stack.enter_async_context(engine.live_view())
+        except LiveViewError as error:
+            logger.info("this engine cannot be watched: %s", error)
+        yield feed

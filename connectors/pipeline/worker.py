@@ -416,8 +416,7 @@ class PipelineWorker:
     def take_late_invalid(self) -> set[int]:
         """The step's tokens have come: blocks of its loads that have turned out bad since."""
         pipeline = self._open.pipeline
-        for one in self._step_loads:
-            one.pipelined.is_computed = True
+        self._pictures.end_step()
         return set().union(*(one.take_late(pipeline) for one in self._step_loads))
 
     def report(self) -> PipelineReport | None:

@@ -34,6 +34,12 @@ class WorkerPictures:
         self._num_requests = num_requests
         self._load = load
 
+    def end_step(self) -> None:
+        """The step that loads within itself has been computed."""
+        load = self._load
+        if isinstance(load, PipelinedLoad):
+            load.is_computed = True
+
     def note_bulk_load(self, load: BulkLoad) -> None:
         """A request is loaded beside the steps."""
         self._load = load
