@@ -207,7 +207,7 @@ class _View:
         if one.num_requests:
             pieces.append(f"{one.num_requests} request{'s' * (one.num_requests != 1)}")
         if one.num_blocks:
-            pieces.append(f"{units.count(one.num_blocks)} blocks")
+            pieces.append(f"{units.count(one.num_blocks)} block{'s' * (one.num_blocks != 1)}")
         pieces.append(done)
         room = width - 6 - len(states) - 2
         while len(pieces) > 1 and len(", ".join(pieces)) > room:

@@ -259,7 +259,8 @@ def tell(
     """
     flow = Flow()
     frame = first
-    due_s = clock.monotonic()
+    flow.add(first)
+    due_s = clock.monotonic() + _LINE_S  # the first frame knows no rates yet
     while waiter.ended_by is None:
         if clock.monotonic() >= due_s:
             rates = flow.add(frame)
