@@ -46,6 +46,10 @@ async def opened(tmp_path: Path, **options: object) -> AsyncIterator[tuple[Async
         yield one.engine, feed
 
 
+def is_recording(engine: AsyncEngine) -> bool:
+    return engine._events.active
+
+
 async def attach(feed: LiveFeed) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     return await asyncio.open_unix_connection(str(feed.path), limit=1 << 22)
 
@@ -54,15 +58,15 @@ async def test_two_viewers_see_the_same_and_nothing_is_recorded_without_any(
     tmp_path: Path,
 ) -> None:
     async with opened(tmp_path) as (engine, feed):
-        assert not engine._events.active
+        assert not is_recording(engine)
         viewers = [await attach(feed) for _ in range(2)]
         frames = [FrameReader().read(await reader.readline()) for reader, _ in viewers]
-        assert engine._events.active
+        assert is_recording(engine)
         assert {frame.engine for frame in frames} == {FACTS}
         await engine.complete([1, 2, 3])
         for _, writer in viewers:
             writer.close()
-        await until(lambda: not engine._events.active and feed.num_viewers == 0)
+        await until(lambda: not is_recording(engine) and feed.num_viewers == 0)
 
 
 async def test_frames_tell_of_requests_and_rates(tmp_path: Path) -> None:
@@ -102,7 +106,7 @@ async def test_another_user_is_sent_away(tmp_path: Path) -> None:
         with contextlib.suppress(ConnectionResetError):
             assert await reader.read() == b""
         assert feed.num_viewers == 0
-        assert not engine._events.active
+        assert not is_recording(engine)
         writer.close()
 
 
