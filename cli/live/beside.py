@@ -22,6 +22,7 @@ from interlace.engine.ports import Progress
 
 _END_S = 5.0
 _TMUX_S = 5.0
+_PASSED_ON = ("PYTHONPATH", "XDG_RUNTIME_DIR", "TMPDIR", "LANG", "LC_ALL", "NO_COLOR")
 _RESTORED = "\x1b[?1049l\x1b[?25h"
 """The terminal's own screen, with its cursor: for a viewer that was killed."""
 
@@ -67,7 +68,11 @@ def _end(viewer: subprocess.Popen[bytes]) -> None:
 def pane_beside() -> str:
     """Where the viewer of this process is, or how to get one: a remark for people. Blocking."""
     if os.environ.get("TMUX") and shutil.which("tmux") is not None:
-        split = ["tmux", "split-window", "-d", "-h", shlex.join(viewer_command(os.getpid()))]
+        # A pane has the environment of tmux itself, and not that of this process.
+        known = (f"{name}={os.environ[name]}" for name in _PASSED_ON if name in os.environ)
+        passed_on = [word for one in known for word in ("-e", one)]
+        command = shlex.join(viewer_command(os.getpid()))
+        split = ["tmux", "split-window", "-d", "-h", *passed_on, command]
         with contextlib.suppress(OSError, subprocess.TimeoutExpired):
             done = subprocess.run(split, capture_output=True, timeout=_TMUX_S, check=False)
             if done.returncode == 0:

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import select
 import signal
 import socket
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from types import FrameType
 from typing import NamedTuple, Protocol
 
@@ -20,6 +21,8 @@ from interlace.cli.screen import is_terminal
 _WATCHED = ("SIGINT", "SIGTERM", "SIGHUP", "SIGWINCH", "SIGTSTP", "SIGCONT")
 _ENDING = ("SIGINT", "SIGTERM", "SIGHUP")
 _KEYS = 64
+_SEQUENCE = re.compile(r"\x1b(\[[0-9;]*[ -/]*[@-~]|O.|[^\[O])?")
+"""What arrows and function keys send."""
 
 
 class HasFileno(Protocol):
@@ -174,5 +177,5 @@ def press(keys: str, actions: Mapping[str, ChooseKey]) -> None:
             action()
 
 
-def _plain(keys: str) -> Sequence[str]:
-    return [] if keys.startswith("\x1b") else list(keys)
+def _plain(keys: str) -> str:
+    return _SEQUENCE.sub("", keys)
