@@ -22,6 +22,7 @@ from interlace.cli.bench_options import (
     GraphModeName,
     InflightSteps,
     JsonTarget,
+    Live,
     MaxBatchedTokens,
     MaxModelLen,
     Model,
@@ -37,6 +38,7 @@ from interlace.cli.bench_output import StillProgress, check_json_target, show
 from interlace.cli.bench_overlap import overlap
 from interlace.cli.bench_store import store
 from interlace.cli.kv_options import KVConfig, KVConnector, KVDir, kv_transfer_config
+from interlace.cli.live.beside import screen_beside
 from interlace.cli.own_process import frozen_heap
 from interlace.cli.progress import progress_for
 from interlace.cli.running import run
@@ -71,6 +73,7 @@ def decode(
     kv_connector: KVConnector = None,
     kv_transfer_config_json: KVConfig = None,
     kv_dir: KVDir = None,
+    live: Live = False,
     json: JsonTarget = None,
 ) -> None:
     """Tokens per second from the first token to the last, prefill excluded.
@@ -105,6 +108,7 @@ def decode(
         lambda bench: experiments.decode(bench, grid),
         shape | {"repeats": repeats},
         json,
+        live=live,
     )
 
 
@@ -124,6 +128,7 @@ def prefill(
     kv_connector: KVConnector = None,
     kv_transfer_config_json: KVConfig = None,
     kv_dir: KVDir = None,
+    live: Live = False,
     json: JsonTarget = None,
 ) -> None:
     """Time to the first token of prompts that were never seen before.
@@ -158,6 +163,7 @@ def prefill(
         lambda bench: experiments.prefill(bench, grid),
         {"prompt_tokens": _told(grid.prompt_tokens), "repeats": repeats},
         json,
+        live=live,
     )
 
 
@@ -173,6 +179,7 @@ def hit(
     max_num_batched_tokens: MaxBatchedTokens = None,
     cudagraph_mode: GraphModeName = None,
     max_inflight_steps: InflightSteps = None,
+    live: Live = False,
     json: JsonTarget = None,
 ) -> None:
     """Time to the first token of a prompt that is cached, in units of one decode step.
@@ -206,7 +213,7 @@ def hit(
             return await hits.hit(bench, prompt_tokens, repeats)
         return await hits.hit_with_new(bench, prompt_tokens, counts, repeats)
 
-    _measure("hit", settings, experiment, shape | {"repeats": repeats}, json)
+    _measure("hit", settings, experiment, shape | {"repeats": repeats}, json, live=live)
 
 
 @app.command()
@@ -305,14 +312,19 @@ def _measure(
     experiment: Callable[[Bench], Awaitable[Outcome]],
     shape: dict[str, object],
     json: str | None,
+    *,
+    live: bool = False,
 ) -> None:
     """Load, run one experiment on an event loop, show the report."""
     from interlace.bench.session import prepare, run_benchmark
     from interlace.engine.clock import MonotonicClock
 
     check_json_target(json)
-    progress = StillProgress(sys.stderr)
-    with contextlib.closing(prepare(settings, progress_for())) as prepared, frozen_heap():
+    with (
+        contextlib.closing(prepare(settings, progress_for())) as prepared,
+        screen_beside(live, StillProgress(sys.stderr)) as progress,
+        frozen_heap(),
+    ):
         report = run(
             lambda: run_benchmark(name, prepared, experiment, MonotonicClock(), progress, shape)
         )

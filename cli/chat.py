@@ -22,6 +22,7 @@ from interlace.cli.chat_modes import converse, one_shot
 from interlace.cli.chat_session import ChatSession
 from interlace.cli.kv_options import KVConfig, KVConnector, KVDir, kv_transfer_config
 from interlace.cli.lines import LineReader, LineSource, TypedLines, terminal_restored
+from interlace.cli.live.beside import pane_beside
 from interlace.cli.log_lines import log_between_answers
 from interlace.cli.own_process import frozen_heap
 from interlace.cli.progress import progress_for
@@ -30,6 +31,7 @@ from interlace.cli.screen import PROMPT, Screen, is_terminal
 from interlace.cli.transcript import load_transcript
 from interlace.engine.config import EngineConfig
 from interlace.engine.errors import PromptError
+from interlace.engine.live_feed import watchable
 from interlace.engine.ports import Progress
 from interlace.engine.sampling_params import SamplingParams
 
@@ -176,6 +178,13 @@ def chat(
             rich_help_panel=_SAMPLING,
         ),
     ] = None,
+    live: Annotated[
+        bool,
+        typer.Option(
+            "--live",
+            help="Watch the engine: in a pane beside under tmux, else a remark says how.",
+        ),
+    ] = False,
 ) -> None:
     """Talk with a model.
 
@@ -212,7 +221,7 @@ def chat(
         )
     if json and question is None and is_terminal(sys.stdin):
         raise typer.BadParameter("--json needs -p TEXT, or questions on standard input.")
-    how = Conversation(question, _text(system), transcript, as_json=json)
+    how = Conversation(question, _text(system), transcript, as_json=json, live=live)
     with terminal_restored():
         code = run(lambda: talk(start_engine, config, params, how))
     raise typer.Exit(code)
@@ -228,6 +237,8 @@ class Conversation:
     transcript: str | None
     """File of an earlier conversation to go on with."""
     as_json: bool
+    live: bool = False
+    """Whether the engine is to be watched beside it."""
 
 
 async def talk(
@@ -251,6 +262,8 @@ async def talk(
             engine = await stack.enter_async_context(open_engine(config, progress))
         # Behind the loading, whose bars take care of lines that come between.
         await stack.enter_async_context(log_between_answers(screen))
+        if how.live:
+            await screen.note(await asyncio.to_thread(pane_beside))
         session = ChatSession(engine, params, system=how.system)
         if earlier is not None:
             await screen.note(resume(session, earlier))
@@ -279,7 +292,10 @@ async def start_engine(config: EngineConfig, progress: Progress) -> AsyncIterato
         return AsyncEngine
 
     engine_class = await asyncio.to_thread(front_door)
-    async with engine_class.from_config(config, progress=progress) as engine:
+    async with (
+        engine_class.from_config(config, progress=progress) as engine,
+        watchable(engine),
+    ):
         with frozen_heap():
             yield engine
 

@@ -33,6 +33,7 @@ class Counter:
 
     def __init__(self) -> None:
         self._counts = collections.Counter[str]()
+        self._taken = collections.Counter[str]()
 
     def add(self, name: str, number: int = 1) -> None:
         """Count `number` more of `name`; 0 leaves no trace."""
@@ -44,4 +45,9 @@ class Counter:
         if not self._counts:  # as after most steps
             return None
         counts, self._counts = self._counts, collections.Counter()
+        self._taken.update(counts)
         return PipelineStats(data=dict(counts))
+
+    def total(self, name: str) -> int:
+        """Of `name`, since the start."""
+        return self._taken[name] + self._counts[name]

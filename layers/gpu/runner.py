@@ -19,6 +19,7 @@ from interlace.engine.kv_connector import KVConnectorHandshakeMetadata
 from interlace.engine.outputs import ModelRunnerOutput
 from interlace.engine.ports import PendingStep, Progress, WorkerConnector
 from interlace.engine.scheduler_output import SchedulerOutput
+from interlace.engine.transfer_picture import ConnectorPicture
 from interlace.layers.attention import SequenceChunk
 from interlace.layers.batch_sampler import Draw, draw_tokens, fits
 from interlace.layers.decoder import Decoder
@@ -113,6 +114,10 @@ class GpuRunner:
     def set_finished_count(self, count: int | None) -> None:
         """See `StepRunner`."""
         self._workers.set_finished_count(count)
+
+    def get_transfer_pictures(self) -> tuple[ConnectorPicture, ...]:
+        """See `StepRunner`."""
+        return self._workers.get_transfer_pictures()
 
     def capture(self, mode: GraphMode, sizes: GraphSizes, progress: Progress) -> None:
         """Capture graphs, and prepare what runs between them, once, before the first step.
