@@ -351,7 +351,7 @@ async def test_a_stuck_terminal_does_not_keep_a_cancelled_chat(
     class Stuck(Tty):
         def write(self, text: str, /) -> int:
             if text == "lo":
-                go_on.wait(WAIT)
+                go_on.wait(5)
             return tty.write(text)
 
     async def chat() -> None:
