@@ -13,6 +13,7 @@ from interlace.bench.report import Report
 from interlace.bench.session import SEED, Prepared
 from interlace.bench.workload import WorkSource
 from interlace.engine.config import KVTransferConfig
+from interlace.engine.live_feed import watchable
 from interlace.engine.ports import Clock, Progress
 
 
@@ -42,9 +43,12 @@ async def run_kv_benchmark(
             skip_tokenizer_init=True,
             kv_transfer_config=config,
         )
-        async with AsyncEngine.from_loaded(
-            engine_config, prepared.loaded, device=prepared.device, clock=clock
-        ) as engine:
+        async with (
+            AsyncEngine.from_loaded(
+                engine_config, prepared.loaded, device=prepared.device, clock=clock
+            ) as engine,
+            watchable(engine),
+        ):
             yield EngineArm(engine, clock, name)
 
     prompt_tokens, repeats = shape

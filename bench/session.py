@@ -19,6 +19,7 @@ from interlace.bench.report import Report
 from interlace.bench.settings import Settings, pick_device
 from interlace.bench.workload import WorkSource
 from interlace.engine.device_thread import DeviceThread
+from interlace.engine.live_feed import watchable
 from interlace.engine.ports import Clock, Progress
 
 if TYPE_CHECKING:
@@ -174,6 +175,7 @@ async def _open_engines(
         )
         if metrics is not None:
             await engine.serve_metrics(metrics)
+        await stack.enter_async_context(watchable(engine))
         name = "interlace" if depth is None else f"interlace, {depth} in flight"
         arms.append(EngineArm(engine, clock, name))
     return arms

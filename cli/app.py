@@ -19,6 +19,7 @@ from interlace.cli.chat import chat
 from interlace.cli.check import check
 from interlace.cli.info import info
 from interlace.cli.screen import harmless
+from interlace.cli.top import top
 from interlace.cli.trace import timeline, trace
 from interlace.engine.errors import InterlaceError
 
@@ -37,6 +38,7 @@ app.command()(chat)
 app.command()(check)
 app.command()(info)
 app.command()(trace)
+app.command()(top)
 bench.app.command()(timeline)
 app.add_typer(bench.app)
 app.add_typer(store.app)

@@ -22,6 +22,7 @@ from interlace.cli.bench_options import (
     GraphModeName,
     InflightSteps,
     JsonTarget,
+    Live,
     MaxBatchedTokens,
     MaxModelLen,
     Model,
@@ -37,6 +38,7 @@ from interlace.cli.bench_output import StillProgress, check_json_target, show
 from interlace.cli.bench_overlap import overlap
 from interlace.cli.bench_store import store
 from interlace.cli.kv_options import KVConfig, KVConnector, KVDir, kv_transfer_config
+from interlace.cli.live.beside import screen_beside
 from interlace.cli.metrics_option import MetricsPort, metrics_socket
 from interlace.cli.own_process import frozen_heap
 from interlace.cli.progress import progress_for
@@ -72,6 +74,7 @@ def decode(
     kv_connector: KVConnector = None,
     kv_transfer_config_json: KVConfig = None,
     kv_dir: KVDir = None,
+    live: Live = False,
     metrics: MetricsPort = None,
     json: JsonTarget = None,
 ) -> None:
@@ -107,7 +110,8 @@ def decode(
         lambda bench: experiments.decode(bench, grid),
         shape | {"repeats": repeats},
         json,
-        metrics,
+        live=live,
+        metrics=metrics,
     )
 
 
@@ -127,6 +131,7 @@ def prefill(
     kv_connector: KVConnector = None,
     kv_transfer_config_json: KVConfig = None,
     kv_dir: KVDir = None,
+    live: Live = False,
     metrics: MetricsPort = None,
     json: JsonTarget = None,
 ) -> None:
@@ -162,7 +167,8 @@ def prefill(
         lambda bench: experiments.prefill(bench, grid),
         {"prompt_tokens": _told(grid.prompt_tokens), "repeats": repeats},
         json,
-        metrics,
+        live=live,
+        metrics=metrics,
     )
 
 
@@ -178,6 +184,7 @@ def hit(
     max_num_batched_tokens: MaxBatchedTokens = None,
     cudagraph_mode: GraphModeName = None,
     max_inflight_steps: InflightSteps = None,
+    live: Live = False,
     metrics: MetricsPort = None,
     json: JsonTarget = None,
 ) -> None:
@@ -212,7 +219,15 @@ def hit(
             return await hits.hit(bench, prompt_tokens, repeats)
         return await hits.hit_with_new(bench, prompt_tokens, counts, repeats)
 
-    _measure("hit", settings, experiment, shape | {"repeats": repeats}, json, metrics)
+    _measure(
+        "hit",
+        settings,
+        experiment,
+        shape | {"repeats": repeats},
+        json,
+        live=live,
+        metrics=metrics,
+    )
 
 
 @app.command()
@@ -311,7 +326,9 @@ def _measure(
     experiment: Callable[[Bench], Awaitable[Outcome]],
     shape: dict[str, object],
     json: str | None,
-    metrics: int | None,
+    *,
+    live: bool = False,
+    metrics: int | None = None,
 ) -> None:
     """Load, run one experiment on an event loop, show the report."""
     from interlace.bench.session import prepare, run_benchmark
@@ -323,10 +340,10 @@ def _measure(
             "a port serves one engine: give one depth with --metrics.",
             param_hint="--max-inflight-steps",
         )
-    progress = StillProgress(sys.stderr)
     with (
         metrics_socket(metrics) as sock,
         contextlib.closing(prepare(settings, progress_for())) as prepared,
+        screen_beside(live, StillProgress(sys.stderr)) as progress,
         frozen_heap(),
     ):
         report = run(

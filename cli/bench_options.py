@@ -177,3 +177,13 @@ def engine_settings(
         request_tokens=request_tokens,
         measure_limits=True,
     )
+
+
+Live: TypeAlias = Annotated[
+    bool,
+    typer.Option(
+        "--live",
+        help="Watch the engines on this terminal until the figures are there. Takes a part of a "
+        "core, so figures may be a little worse.",
+    ),
+]

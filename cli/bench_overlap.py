@@ -21,6 +21,7 @@ from interlace.cli.bench_options import (
     Dtype,
     GraphModeName,
     JsonTarget,
+    Live,
     MaxBatchedTokens,
     MaxModelLen,
     Model,
@@ -78,6 +79,7 @@ def overlap(
     max_num_batched_tokens: MaxBatchedTokens = None,
     cudagraph_mode: GraphModeName = None,
     json: JsonTarget = None,
+    live: Live = False,
 ) -> None:
     """How much of loading a prompt's KV from host memory hides behind computing.
 
@@ -124,7 +126,9 @@ def overlap(
         await run_overlap(prepared, parts, sizes, MonotonicClock(), progress, seen, folder)
 
     with scratch_folder(path, "--path") if store == "file" else contextlib.nullcontext() as scratch:
-        measure_parts("overlap", dataclasses.replace(settings, measure_limits=False), measure, json)
+        measure_parts(
+            "overlap", dataclasses.replace(settings, measure_limits=False), measure, json, live=live
+        )
 
 
 def _parts(names: list[str], store: str, path: str | None) -> tuple[Part, ...]:

@@ -15,6 +15,7 @@ import typer
 
 from interlace.bench.part_names import ALL, chosen
 from interlace.cli.bench_output import StillProgress, print_table, write_json
+from interlace.cli.live.beside import screen_beside
 from interlace.cli.own_process import frozen_heap
 from interlace.cli.progress import progress_for
 from interlace.cli.running import run
@@ -43,22 +44,30 @@ def measure_parts(
     settings: Settings,
     measure: Callable[[Prepared, Progress, Seen], Coroutine[Any, Any, None]],
     json: str | None,
+    *,
+    live: bool = False,
 ) -> None:
     """Load, and let `measure` run on an event loop. What is done is written as JSON, whatever
-    comes."""
+    comes. With `live` tables come when all is done: until then the view has the terminal."""
     from interlace.bench.part_reports import merged
     from interlace.bench.session import prepare
 
-    progress = StillProgress(sys.stderr)
     done: list[Report] = []
 
     def seen(report: Report) -> None:
         done.append(report)
-        print_table(report, json)
+        if not live:
+            print_table(report, json)
 
     try:
-        with contextlib.closing(prepare(settings, progress_for())) as prepared, frozen_heap():
+        with (
+            contextlib.closing(prepare(settings, progress_for())) as prepared,
+            screen_beside(live, StillProgress(sys.stderr)) as progress,
+            frozen_heap(),
+        ):
             run(lambda: measure(prepared, progress, seen))
     finally:
+        for report in done if live else ():
+            print_table(report, json)
         if done:
             write_json(merged(benchmark, done), json)

@@ -20,6 +20,7 @@ from interlace.cli.bench_options import (
     Dtype,
     GraphModeName,
     JsonTarget,
+    Live,
     MaxBatchedTokens,
     MaxModelLen,
     Model,
@@ -63,6 +64,7 @@ def store(
     max_num_batched_tokens: MaxBatchedTokens = None,
     cudagraph_mode: GraphModeName = None,
     json: JsonTarget = None,
+    live: Live = False,
 ) -> None:
     """What KV in files brings: reading, looking up, first tokens, saving.
 
@@ -102,4 +104,6 @@ def store(
             work = StoreWork(sizes, Path(folder))
             await run_store(prepared, parts, work, MonotonicClock(), progress, seen)
 
-        measure_parts("store", dataclasses.replace(settings, measure_limits=False), measure, json)
+        measure_parts(
+            "store", dataclasses.replace(settings, measure_limits=False), measure, json, live=live
+        )

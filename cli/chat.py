@@ -24,6 +24,7 @@ from interlace.cli.chat_modes import converse, one_shot
 from interlace.cli.chat_session import ChatSession
 from interlace.cli.kv_options import KVConfig, KVConnector, KVDir, kv_transfer_config
 from interlace.cli.lines import LineReader, LineSource, TypedLines, terminal_restored
+from interlace.cli.live.beside import pane_beside
 from interlace.cli.log_lines import log_between_answers
 from interlace.cli.metrics_option import MetricsPort, metrics_socket
 from interlace.cli.own_process import frozen_heap
@@ -33,6 +34,7 @@ from interlace.cli.screen import PROMPT, Screen, is_terminal
 from interlace.cli.transcript import load_transcript
 from interlace.engine.config import EngineConfig
 from interlace.engine.errors import PromptError
+from interlace.engine.live_feed import watchable
 from interlace.engine.ports import Progress
 from interlace.engine.sampling_params import SamplingParams
 
@@ -180,6 +182,13 @@ def chat(
             rich_help_panel=_SAMPLING,
         ),
     ] = None,
+    live: Annotated[
+        bool,
+        typer.Option(
+            "--live",
+            help="Watch the engine: in a pane beside under tmux, else a remark says how.",
+        ),
+    ] = False,
 ) -> None:
     """Talk with a model.
 
@@ -216,7 +225,7 @@ def chat(
         )
     if json and question is None and is_terminal(sys.stdin):
         raise typer.BadParameter("--json needs -p TEXT, or questions on standard input.")
-    how = Conversation(question, _text(system), transcript, as_json=json)
+    how = Conversation(question, _text(system), transcript, as_json=json, live=live)
     with metrics_socket(metrics) as sock, terminal_restored():
         start = start_engine if sock is None else functools.partial(start_engine, metrics=sock)
         code = run(lambda: talk(start, config, params, how))
@@ -233,6 +242,8 @@ class Conversation:
     transcript: str | None
     """File of an earlier conversation to go on with."""
     as_json: bool
+    live: bool = False
+    """Whether the engine is to be watched beside it."""
 
 
 async def talk(
@@ -256,6 +267,8 @@ async def talk(
             engine = await stack.enter_async_context(open_engine(config, progress))
         # Behind the loading, whose bars take care of lines that come between.
         await stack.enter_async_context(log_between_answers(screen))
+        if how.live:
+            await screen.note(await asyncio.to_thread(pane_beside))
         session = ChatSession(engine, params, system=how.system)
         if earlier is not None:
             await screen.note(resume(session, earlier))
@@ -287,7 +300,10 @@ async def start_engine(
         return AsyncEngine
 
     engine_class = await asyncio.to_thread(front_door)
-    async with engine_class.from_config(config, progress=progress) as engine:
+    async with (
+        engine_class.from_config(config, progress=progress) as engine,
+        watchable(engine),
+    ):
         if metrics is not None:
             await engine.serve_metrics(metrics)
         with frozen_heap():

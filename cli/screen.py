@@ -7,6 +7,7 @@ chats.
 
 from __future__ import annotations
 
+import asyncio
 import collections
 import contextlib
 import io
@@ -16,11 +17,11 @@ import sys
 from typing import TextIO
 
 from interlace.cli.blocking import BlockingThread
-from interlace.engine.device_thread import finish_despite_cancel
 from interlace.engine.errors import InterlaceError
 
 MOST_WAITING = 100
 """Warnings that wait for the end of an answer. One more, and they break its line: none is lost."""
+STUCK_S = 2.0
 PROMPT = "> "
 DIM, RED, RESET = "\x1b[2m", "\x1b[31m", "\x1b[0m"
 # Control characters but newline and tab, and those that reorder the text around them.
@@ -113,16 +114,17 @@ class Screen:
         await self._thread.call(self._end_prompt)
 
     def warn(self, text: str) -> None:
-        """Write a warning on standard error, on lines of its own: between two answers, for it waits
-        while one is written. Any thread; returns at once, and raises nothing."""
+        """Write a warning on standard error between two answers: it waits while one is written. Any
+        thread; returns at once, and raises nothing."""
         self._waiting.append(self._safe(text) + "\n")
         self._thread.post(self._put_warnings)
 
     async def show_warnings(self) -> None:
         """Write what waits, also behind an answer that was broken off: nothing may be left when the
-        screen goes. Raises nothing. Cancellation: waits for the end of that all the same."""
+        screen goes. Raises nothing, and gives up a terminal that takes nothing for `STUCK_S`.
+        Cancelling ends the wait."""
         if self._waiting:
-            await finish_despite_cancel(self._thread.submit(self._break_off))
+            await asyncio.wait({self._thread.submit(self._break_off)}, timeout=STUCK_S)
 
     def _safe(self, text: str) -> str:
         return harmless(text) if self._terminal else text

@@ -35,6 +35,7 @@ from interlace.engine.kv_events import KVCacheEvent, KVConnectorKVEvents
 from interlace.engine.ports import Lanes, LayerGates
 from interlace.engine.request import Request
 from interlace.engine.scheduler_output import SchedulerOutput
+from interlace.engine.transfer_picture import ConnectorPicture
 
 if TYPE_CHECKING:
     import torch
@@ -105,9 +106,9 @@ class KVConnectorBase_V1(ABC):  # noqa: N801 - the protocol's name
 
     Beside vLLM's protocol there are extensions, all of which a connector may leave alone: `lanes`,
     `get_layer_gates`, `get_compute_end`, `advance_transfers`, `get_late_load_errors`,
-    `KVConnectorMetadata.is_idle`, `default_load_failure_policy`, `validate_config`, and what
-    `interlace check` is told by `kv_is_synthetic`, `check_setup`, `store_fault_kinds` and
-    `inject_store_fault`.
+    `get_transfer_pictures`, `KVConnectorMetadata.is_idle`, `default_load_failure_policy`,
+    `validate_config`, and what `interlace check` is told by `kv_is_synthetic`, `check_setup`,
+    `store_fault_kinds` and `inject_store_fault`.
     """
 
     kv_is_synthetic: bool = False
@@ -468,6 +469,18 @@ class KVConnectorBase_V1(ABC):  # noqa: N801 - the protocol's name
         return None
 
     # ---------------------------------------------------------------- both sides
+
+    def get_transfer_pictures(self) -> tuple[ConnectorPicture, ...]:
+        """What this side would show a person who watches: transfers, lanes, stores.
+
+        From `AsyncEngine.snapshot()`, so a few times a second while somebody looks, and never else.
+        Both sides are asked on the event loop's thread, the worker side too, while the device
+        thread is at work in its other hooks: so look at what is there, change nothing, take no lock
+        that anybody holds for long, and wait for nothing. A device may be asked whether an event
+        has passed. Pictures of one `name` are joined; what is empty is not shown. What it raises
+        is shown in place of a picture. An extension of the protocol.
+        """
+        return ()
 
     def shutdown(self) -> None:  # noqa: B027
         """Release what the connector has: once per instance, on the device thread, after all

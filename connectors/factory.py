@@ -305,10 +305,10 @@ def _check_fields(cls: type[KVConnectorBase_V1], config: KVTransferConfig) -> No
 
 def _validates_own_options(cls: type[KVConnectorBase_V1]) -> bool:
     """Whether `validate_config` knows all options: not if a constructor was added below it, which
-    may take some out before it passes the rest on."""
+    may take some out before it passes the rest on. A method of that name is something else."""
     for one in cls.__mro__:
         if "validate_config" in vars(one):
-            return True
+            return isinstance(vars(one)["validate_config"], classmethod)
         if "__init__" in vars(one):
             return False
     return False

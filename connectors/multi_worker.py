@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -24,6 +25,7 @@ from interlace.engine.kv_connector import (
     KVConnectorRole,
 )
 from interlace.engine.ports import LayerGates
+from interlace.engine.transfer_picture import ConnectorPicture, pictures_of
 
 if TYPE_CHECKING:
     import torch
@@ -140,6 +142,14 @@ class MultiWorkerSide(KVConnectorBase_V1):
         are armed runs with its layer hooks."""
         gates = [one for one in self._each("get_layer_gates", lambda c: c.get_layer_gates()) if one]
         return _AllGates(gates) if gates else None
+
+    def get_transfer_pictures(self) -> tuple[ConnectorPicture, ...]:
+        """Those of all children, which go by their keys."""
+        return tuple(
+            dataclasses.replace(one, name=_name_in(child, number))
+            for child in self._children
+            for number, one in enumerate(pictures_of(child.connector))
+        )
 
     # ---------------------------------------------------------------- every step
 
@@ -279,3 +289,8 @@ def _is_pair_of_sets(answer: object) -> bool:
         and len(answer) == 2
         and all(part is None or isinstance(part, set | frozenset) for part in answer)
     )
+
+
+def _name_in(child: Child, number: int) -> str:
+    """Of its pictures the first one has its own name."""
+    return child.key if number == 0 else f"{child.key}.{number}"

@@ -94,6 +94,7 @@ from interlace.engine.kv_connector_stats import KVConnectorPromMetrics, KVConnec
 from interlace.engine.ports import LayerGates
 from interlace.engine.request import Request
 from interlace.engine.scheduler_output import SchedulerOutput
+from interlace.engine.transfer_picture import ConnectorPicture
 from interlace.layers.graph_mode import GraphMode
 
 if TYPE_CHECKING:
@@ -341,6 +342,15 @@ class PipelineConnector(KVConnectorBase_V1):
         if self._scheduler_side is None:
             return None
         return self._scheduler_side.take_stats()
+
+    def get_transfer_pictures(self) -> tuple[ConnectorPicture, ...]:
+        """Loads, saves and lanes on the worker side, tiers on the scheduler side."""
+        worker, scheduler = self._worker_side, self._scheduler_side
+        shown = (
+            None if worker is None else worker.pictures(),
+            None if scheduler is None else scheduler.picture(),
+        )
+        return tuple(one for one in shown if one is not None)
 
     def shutdown(self) -> None:
         """End the lanes, and let go of the records. A second call does nothing."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import itertools
+import os
 import random
 import socket
 from collections.abc import Callable, Mapping
@@ -28,6 +29,8 @@ from interlace.engine.errors import (
     SamplingError,
 )
 from interlace.engine.events import EventBus, EventStream
+from interlace.engine.live_feed import LiveFeed
+from interlace.engine.live_frame import EngineFacts
 from interlace.engine.loop import StepLoop
 from interlace.engine.mailbox import Mailbox
 from interlace.engine.output_processor import OutputProcessor
@@ -48,6 +51,7 @@ from interlace.engine.sampling_params import SamplingParams
 from interlace.engine.scheduler import Scheduler
 from interlace.engine.snapshot import EngineSnapshot, take_snapshot
 from interlace.engine.tokenizer import Tokenizer
+from interlace.engine.transfer_picture import ConnectorPicture, joined_by_name, pictures_of
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
@@ -109,6 +113,7 @@ class AsyncEngine:
             self._metrics,
         )
         self._has_connector = connector is not None
+        self._connector = connector
         self._outputs = OutputProcessor(self._scheduler, tokenizer, self._clock, self._events)
         self._preparing: dict[str, Mailbox] = {}  # request id -> mailbox, until it is aborted
         self._num_preparing = 0  # those whose thread has not ended, aborted ones included
@@ -119,6 +124,7 @@ class AsyncEngine:
         self._tasks = asyncio.TaskGroup()
         self._loop: StepLoop | None = None
         self._dead: EngineDeadError | None = None
+        self._has_failed = False
 
     def _make_metrics(self, connector: SchedulerConnector) -> ConnectorMetrics:
         # Takes tens of milliseconds to import, and only engines with a connector need it.
@@ -197,6 +203,7 @@ class AsyncEngine:
             f"the step loop failed: {type(cause).__name__}: {cause}. Open a new engine."
         )
         self._dead.__cause__ = cause
+        self._has_failed = True
         self._outputs.fail_all(self._dead_error)
         preparing, self._preparing = self._preparing, {}
         for mailbox in preparing.values():
@@ -439,7 +446,33 @@ class AsyncEngine:
             self._num_preparing,
             self._clock.monotonic(),
             {} if self._metrics is None else self._metrics.reduce(),
+            self._connector_pictures(),
+            None if self._dead is None or not self._has_failed else str(self._dead),
         )
+
+    def _connector_pictures(self) -> tuple[ConnectorPicture, ...]:
+        if self._connector is None:
+            return ()
+        worker_side = self._runner.get_transfer_pictures()
+        return joined_by_name((*worker_side, *pictures_of(self._connector)))
+
+    def live_view(self) -> LiveFeed:
+        """Let `interlace top` of this user watch the engine, while the answer is entered:
+
+            async with engine.live_view(): ...
+
+        Costs nothing while nobody watches; see `LiveFeed`, whose `path` is the socket. Raises, when
+        it is entered: `LiveViewError`.
+        """
+        transfer = self.config.kv_transfer_config
+        facts = EngineFacts(
+            pid=os.getpid(),
+            model=self.config.model,
+            device=self.config.device,
+            dtype=self.config.dtype,
+            kv_connector=None if transfer is None else transfer.kv_connector,
+        )
+        return LiveFeed(self, facts, self._clock)
 
     @property
     def metrics(self) -> CollectorRegistry:

@@ -15,6 +15,8 @@ def runs_of(ids: Iterable[int]) -> list[range]:
     ordered = sorted(ids)
     if not ordered:
         return []
+    if ordered[-1] - ordered[0] == len(ordered) - 1:  # as in a pool that is new, or was reset
+        return [range(ordered[0], ordered[-1] + 1)]
     gaps = [pair for pair in pairwise(ordered) if pair[1] != pair[0] + 1]
     begins = [ordered[0], *(after for _, after in gaps)]
     ends = [*(before for before, _ in gaps), ordered[-1]]

@@ -10,6 +10,7 @@ InterlaceError
 ├── LaneClosedError                 a lane was closed before the work could run
 ├── VirtualLaneError                with real lanes this wait would never end
 ├── ModelError                      a model cannot be found, read, or is of an unsupported kind
+├── LiveViewError                   an engine cannot be watched, or what it shows cannot be read
 ├── EngineBusyError                 the waiting queue is full: retry later
 └── EngineDeadError                 the step loop has ended: sticky, every caller gets it at once
 
@@ -69,6 +70,11 @@ class VirtualLaneError(InterlaceError):
 
     The message names the lanes with queued work, and what each of them waits for.
     """
+
+
+class LiveViewError(InterlaceError):
+    """An engine cannot be watched: no safe place for its socket, nobody there, or frames that this
+    version of Interlace does not read."""
 
 
 class EngineBusyError(InterlaceError):

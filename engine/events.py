@@ -161,6 +161,12 @@ class EventStream:
         self._pending.append(event)
         self._wake.set()
 
+    def take_pending(self) -> list[Event]:
+        """All that wait, at once: for who comes by now and then and does not iterate."""
+        taken = list(self._pending)
+        self._pending.clear()
+        return taken
+
     def close(self) -> None:
         """Stop listening. What is pending can still be read. Idempotent."""
         self._closed = True

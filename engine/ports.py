@@ -19,6 +19,7 @@ from interlace.engine.kv_connector_stats import KVConnectorPromMetrics, KVConnec
 from interlace.engine.kv_events import KVCacheEvent, KVConnectorKVEvents
 from interlace.engine.outputs import ModelRunnerOutput
 from interlace.engine.scheduler_output import SchedulerOutput
+from interlace.engine.transfer_picture import ConnectorPicture
 
 if TYPE_CHECKING:
     from interlace.engine.block_pool import BlockPool
@@ -67,6 +68,11 @@ class StepRunner(Protocol):
 
         Raises: `ConnectorError` if there are less.
         """
+        ...
+
+    def get_transfer_pictures(self) -> tuple[ConnectorPicture, ...]:
+        """What the worker side of the connector, the first of several, shows; see
+        `KVConnectorBase_V1`. The event loop's thread, at any time; never waits or raises."""
         ...
 
     def close(self) -> None:
@@ -239,6 +245,10 @@ class SchedulerConnector(Protocol):
         """Cache events since the last call."""
         ...
 
+    def get_transfer_pictures(self) -> tuple[ConnectorPicture, ...]:
+        """What this side shows."""
+        ...
+
     def build_kv_connector_stats(
         self, data: dict[str, Any] | None = None
     ) -> KVConnectorStats | None:
@@ -351,6 +361,10 @@ class WorkerConnector(Protocol):
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         """What the scheduler side should know of this step."""
+        ...
+
+    def get_transfer_pictures(self) -> tuple[ConnectorPicture, ...]:
+        """What this side shows: the one hook that is called on the event loop's thread."""
         ...
 
     def shutdown(self) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from interlace.engine.request import Request
 from interlace.engine.scheduler import Scheduler
 from interlace.engine.scheduler_stats import SchedulerStats
+from interlace.engine.transfer_picture import ConnectorPicture
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -54,6 +55,10 @@ class EngineSnapshot:
     kv_connector_stats: Mapping[str, int | float]
     """What the connector has counted in the last 10 to 20 seconds, by its own names; empty without
     one, and if it was nothing. `AsyncEngine.metrics` has totals."""
+    connectors: tuple[ConnectorPicture, ...] = ()
+    """What the connector shows of its transfers and stores; several of a MultiConnector."""
+    dead: str | None = None
+    """Why the step loop has ended; None while it has not."""
 
     @property
     def idle(self) -> bool:
@@ -87,6 +92,8 @@ def take_snapshot(
     num_preparing: int,
     time_s: float,
     kv_connector_stats: Mapping[str, int | float],
+    connectors: tuple[ConnectorPicture, ...] = (),
+    dead: str | None = None,
 ) -> EngineSnapshot:
     """Picture `scheduler` as it is now. Loop thread; linear in the number of requests."""
     pool = scheduler.kv_cache.pool
@@ -104,4 +111,6 @@ def take_snapshot(
         num_held_requests=scheduler.num_held_requests,
         stats=scheduler.stats,
         kv_connector_stats=kv_connector_stats,
+        connectors=connectors,
+        dead=dead,
     )

@@ -33,6 +33,7 @@ from interlace.engine.kv_connector_stats import KVConnectorStats
 from interlace.engine.kv_events import KVConnectorKVEvents
 from interlace.engine.ports import LayerGates, WorkerConnector
 from interlace.engine.scheduler_output import SchedulerOutput
+from interlace.engine.transfer_picture import ConnectorPicture, pictures_of
 from interlace.layers.attention_backend import TritonAttentionBackend
 from interlace.layers.decoder import Attend
 from interlace.layers.forward_context import (
@@ -210,6 +211,10 @@ class KVHooks:
         if isinstance(answer, bool):
             return answer
         raise self._broken("advance_transfers", answer, "True or False")
+
+    def get_transfer_pictures(self) -> tuple[ConnectorPicture, ...]:
+        """What the connector shows. The event loop's thread; never waits or raises."""
+        return pictures_of(self._connector)
 
     def late_load_errors(self) -> set[int]:
         """The tokens of a step that loads within itself have come: blocks that are bad.

@@ -14,6 +14,7 @@ from interlace.engine.kv_connector import KVConnectorHandshakeMetadata
 from interlace.engine.outputs import ModelRunnerOutput
 from interlace.engine.ports import PendingStep, WorkerConnector
 from interlace.engine.scheduler_output import SchedulerOutput
+from interlace.engine.transfer_picture import ConnectorPicture
 from interlace.layers.attention import SequenceChunk
 from interlace.layers.decoder import Decoder
 from interlace.layers.hidden_states import StateRoom
@@ -50,6 +51,10 @@ class ModelRunner:
     def set_finished_count(self, count: int | None) -> None:
         """See `StepRunner`."""
         self._workers.set_finished_count(count)
+
+    def get_transfer_pictures(self) -> tuple[ConnectorPicture, ...]:
+        """See `StepRunner`."""
+        return self._workers.get_transfer_pictures()
 
     @property
     def works_ahead(self) -> bool:

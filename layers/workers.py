@@ -18,6 +18,7 @@ from interlace.engine.kv_output_aggregator import KVOutputAggregator
 from interlace.engine.outputs import ModelRunnerOutput
 from interlace.engine.ports import LayerGates, WorkerConnector
 from interlace.engine.scheduler_output import BlockCopy, SchedulerOutput
+from interlace.engine.transfer_picture import ConnectorPicture
 from interlace.layers.attention import PagedAttention, SequenceChunk
 from interlace.layers.decoder import Attend
 from interlace.layers.forward_context import TritonAttentionMetadata
@@ -61,6 +62,10 @@ class Workers:
         Raises: `ConnectorError`.
         """
         return self._hooks[0].get_layer_gates() if len(self._hooks) == 1 else None
+
+    def get_transfer_pictures(self) -> tuple[ConnectorPicture, ...]:
+        """See `StepRunner`."""
+        return self._hooks[0].get_transfer_pictures() if self._hooks else ()
 
     def set_finished_count(self, count: int | None) -> None:
         """See `StepRunner`."""

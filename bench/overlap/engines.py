@@ -16,6 +16,7 @@ from interlace.bench.overlap.connector import METER, MeteredPipelineConnector
 from interlace.bench.overlap.meter import Meter
 from interlace.bench.overlap.sizes import Sizes
 from interlace.bench.session import Prepared
+from interlace.engine.live_feed import watchable
 from interlace.engine.ports import Clock, Progress
 
 if TYPE_CHECKING:
@@ -178,9 +179,12 @@ def opener(
     async def open_kind(kind: Kind) -> AsyncIterator[OpenEngine]:
         meter = Meter()
         config = engine_config(prepared, kind, sizes, room, meter)
-        async with AsyncEngine.from_loaded(
-            config, prepared.loaded, device=prepared.device, progress=progress, clock=clock
-        ) as engine:
+        async with (
+            AsyncEngine.from_loaded(
+                config, prepared.loaded, device=prepared.device, progress=progress, clock=clock
+            ) as engine,
+            watchable(engine),
+        ):
             yield OpenEngine(engine, EngineArm(engine, clock, kind.value), meter)
 
     return open_kind

@@ -23,6 +23,7 @@ from interlace.engine.request import Request
 from interlace.engine.sampling_params import SamplingParams
 from interlace.engine.scheduler import Scheduler
 from interlace.engine.scheduler_output import SchedulerOutput
+from interlace.engine.transfer_picture import ConnectorPicture
 
 if TYPE_CHECKING:
     from interlace.layers.checkpoint import LoadedModel
@@ -59,6 +60,10 @@ class HookRunner:
     def set_finished_count(self, count: int | None) -> None:
         """See `StepRunner`."""
         self._workers.set_finished_count(count)
+
+    def get_transfer_pictures(self) -> tuple[ConnectorPicture, ...]:
+        """See `StepRunner`."""
+        return self._workers.get_transfer_pictures()
 
     def launch(self, scheduler_output: SchedulerOutput) -> PendingStep:
         """The hooks of a step that is one graph; some token for each request that samples."""

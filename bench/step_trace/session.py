@@ -16,6 +16,7 @@ from interlace.bench.step_trace.layerwise import LayerwiseHits
 from interlace.bench.step_trace.setup import HitTracer, Run, TimelinePlan, engine_config
 from interlace.bench.step_trace.trace import AnyTrace, HybridTrace, LaneTrace
 from interlace.bench.workload import WorkSource
+from interlace.engine.live_feed import watchable
 from interlace.engine.ports import Clock, Progress
 
 L = TypeVar("L", bound=LaneTrace)
@@ -52,6 +53,7 @@ async def record_timeline(
                 clock=clock,
             )
         )
+        await stack.enter_async_context(watchable(engine))
         hits = _Hits(EngineArm(engine, clock), prepared.loaded.architecture.vocab_size, plan)
         traces = []
         with progress.task("timeline", plan.repeats + 1) as advance:

@@ -47,6 +47,7 @@ from interlace.connectors.pipeline.worker_times import (
 )
 from interlace.engine.errors import ConfigError, ConnectorError, LaneClosedError, LaneFullError
 from interlace.engine.ports import Gate, Lanes, LayerGates
+from interlace.engine.transfer_picture import LanePicture
 from interlace.layers.cuda_gates import GraphGate
 from interlace.layers.cuda_lanes import CudaLane, CudaLanes
 from interlace.layers.page_copies import PageCopies, Run
@@ -128,6 +129,7 @@ class LayerPipeline:
         self._copies = copies.load
         self._groups = LayerGroups(copies.load.num_layers, group_size)
         self._deadline_s = deadline_s
+        self._clock = clock
         self._lanes = lanes
         self._lane = lanes.lane("load")
         self._bulk, self._store = (
@@ -150,6 +152,7 @@ class LayerPipeline:
         """Whether somebody calls `advance`: then little has to be queued ahead."""
         self._was_kept_back = False  # by a step's own load, when `advance` was called last
         self._load: PipelinedLoad | None = None  # the newest one
+        self._loaded_bytes = 0  # by those before
         self._step_id = 0  # that it is of
         self._groups_ahead = 0  # of the one for which the step waits, so many are submitted
         self._may_write_late = False  # a copy of it that was given up
@@ -189,6 +192,23 @@ class LayerPipeline:
         return self._gates
 
     @property
+    def newest_load(self) -> PipelinedLoad | None:
+        """Within a step. Any thread."""
+        return self._load
+
+    def lanes_seen(self) -> tuple[LanePicture, ...]:
+        """The lanes, for who looks on. Any thread; asks no device but whether events have passed.
+        What goes beside the steps counts as busy until the next visit has seen its end."""
+        load = self._load
+        loaded_bytes = self._loaded_bytes + (0 if load is None else load.seen_bytes)
+        beside = (
+            LanePicture(name, feeder.num_bytes, is_busy=not feeder.is_idle)
+            for name, feeder in (("bulk", self._bulk), ("store", self._store))
+        )
+        is_busy = load is not None and not load.is_done
+        return (LanePicture("load", loaded_bytes, is_busy=is_busy), *beside)
+
+    @property
     def is_on_streams(self) -> bool:
         """Whether lanes are streams: else the host computes too, and copies beside that."""
         return self._compute is not None
@@ -215,6 +235,9 @@ class LayerPipeline:
         """
         runs = [tuple(part) for part in parts]
         load = PipelinedLoad(self._copies, runs, self._groups, self.watch, checks)
+        load.on_streams = self.is_on_streams
+        if self._load is not None:
+            self._loaded_bytes += self._load.seen_bytes
         self._load = load
         if self._compute is not None:
             # What was queued before may still write to the blocks: zeros, for instance.
@@ -279,7 +302,9 @@ class LayerPipeline:
         if self._compute is not None:
             has_come = self._compute.wait(gate, self._deadline_s)
         else:
+            begun_s = self._clock()
             has_come = gate.wait(self._deadline_s)
+            load.waited_s += self._clock() - begun_s
         if not has_come:
             self._give_up_late(load, layer)
         elif gate.error is not None:

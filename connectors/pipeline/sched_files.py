@@ -28,15 +28,28 @@ from interlace.connectors.pipeline.sched_tier import (
     MemoryTier,
     Stored,
     Taken,
+    drops_of,
 )
 from interlace.connectors.slab_store.catalog import Place
 from interlace.connectors.slab_store.lookup import StoredBlocks
 from interlace.connectors.slab_store.writing import StoredPlace
+from interlace.engine.transfer_picture import TierPicture
 
 _SHARE_OF_RECORDS = 4
 """No more than this part of all records waits to be written, and no load fetches more."""
 _LONGEST_ORDER = 64
 """Blocks of one order."""
+_DROPS = {
+    "stores_dropped": "too many wait",
+    "writes_dropped_queue_full": "queue full",
+    "writes_dropped_no_room": "no room",
+    "writes_dropped_error": "write failed",
+    "fetches_missed": "gone",
+    "reads_late": "read late",
+    "reads_damaged": "damaged",
+    "reads_failed": "read failed",
+}
+"""`PipelineStats`' names -> reasons, for people."""
 _MOST_PROMPTS = 4096
 """Whose first tokens are remembered until they are written."""
 
@@ -299,6 +312,21 @@ class FileTier(MemoryTier):
         """See `MemoryTier`."""
         self._stored.forget_all()
         self._void.update(self._open_fetches)
+
+    def tiers_seen(self, counter: Counter, block_bytes: int) -> tuple[TierPicture, ...]:
+        """See `MemoryTier`. How many blocks fit into files depends on others who use them."""
+        files = TierPicture(
+            name="files",
+            num_blocks=len(self._stored),
+            num_room=None,
+            block_bytes=block_bytes,
+            num_hits=counter.total("blocks_fetched") + counter.total("blocks_loaded_from_files"),
+            num_stored=counter.total("blocks_written"),
+            num_evicted=counter.total("slabs_evicted"),
+            evicted_unit="files",
+            drops=drops_of(counter, _DROPS),
+        )
+        return (*super().tiers_seen(counter, block_bytes), files)
 
     def close(self, timeout_s: float) -> bool:
         """See `MemoryTier`."""

@@ -76,6 +76,7 @@ class Counter:
         self._counts = collections.Counter[str]()
         self._levels: dict[str, int] = {}
         self._changed: dict[str, int] = {}
+        self._taken = collections.Counter[str]()
 
     def add(self, name: str, number: int = 1) -> None:
         """Count `number` more of `name`; 0 leaves no trace."""
@@ -95,4 +96,9 @@ class Counter:
             return None
         counts, self._counts = self._counts, collections.Counter()
         changed, self._changed = self._changed, {}
+        self._taken.update(counts)
         return PipelineStats(data={**counts, **changed})
+
+    def total(self, name: str) -> int:
+        """Of `name`, since the start."""
+        return self._taken[name] + self._counts[name]

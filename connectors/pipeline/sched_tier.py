@@ -11,7 +11,9 @@ from typing import NamedTuple
 
 from interlace.connectors.pipeline.host_index import HostIndex
 from interlace.connectors.pipeline.messages import Fetch, PipelineReport, StoreOrder
+from interlace.connectors.pipeline.sched_stats import Counter
 from interlace.connectors.slab_store.catalog import Place
+from interlace.engine.transfer_picture import TierPicture
 
 
 class Found(NamedTuple):
@@ -22,6 +24,12 @@ class Found(NamedTuple):
 
 
 NOTHING_AT_HAND: Mapping[bytes, Found] = {}
+_DROPS = {
+    "blocks_dropped": "no room",
+    "blocks_not_saved": "copy failed",
+    "blocks_failed_to_load": "load failed",
+}
+"""`PipelineStats`' names -> reasons, for people."""
 
 
 class Stored(NamedTuple):
@@ -138,6 +146,29 @@ class MemoryTier:
         """Nothing that is stored, being stored or being fetched by now is found again by this
         engine."""
 
+    # ---------------------------------------------------------------- for people
+
+    def tiers_seen(self, counter: Counter, block_bytes: int) -> tuple[TierPicture, ...]:
+        """What is kept where, the nearest first. Constant time."""
+        from_files = counter.total("blocks_fetched") + counter.total("blocks_loaded_from_files")
+        memory = TierPicture(
+            name="memory",
+            num_blocks=self._index.num_stored,
+            num_room=self._index.num_records,
+            block_bytes=block_bytes,
+            num_hits=max(0, counter.total("blocks_loaded") - from_files),
+            num_stored=counter.total("blocks_saved"),
+            num_evicted=counter.total("records_evicted"),
+            drops=drops_of(counter, _DROPS),
+        )
+        return (memory,)
+
     def close(self, timeout_s: float) -> bool:
         """Look no more; False if that takes longer."""
         return True
+
+
+def drops_of(counter: Counter, names: Mapping[str, str]) -> dict[str, int]:
+    """Reason -> blocks, of the reasons that there were; `names`: a counted name -> the reason."""
+    totals = ((reason, counter.total(name)) for name, reason in names.items())
+    return {reason: number for reason, number in totals if number}

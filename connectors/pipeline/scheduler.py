@@ -42,6 +42,7 @@ from interlace.connectors.step_tables import computed_before, follow_blocks
 from interlace.engine.kv_connector import KVCacheBlocks, KVConnectorOutput
 from interlace.engine.request import Request, RequestStatus
 from interlace.engine.scheduler_output import SchedulerOutput
+from interlace.engine.transfer_picture import ConnectorPicture
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -436,6 +437,11 @@ class PipelineScheduler:
     def close(self, timeout_s: float) -> None:
         """Look at no files any more."""
         self._tier.close(timeout_s)
+
+    def picture(self) -> ConnectorPicture:
+        """Where blocks are kept: for people. Constant time."""
+        tiers = self._tier.tiers_seen(self._counter, self._record_bytes)
+        return ConnectorPicture("PipelineConnector", tiers=tiers)
 
     def take_stats(self) -> PipelineStats | None:
         """What was counted since the last call, and what stands otherwise; None if it is

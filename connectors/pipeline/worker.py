@@ -34,11 +34,13 @@ from interlace.connectors.pipeline.records import HostRecords
 from interlace.connectors.pipeline.worker_bulk import BulkLoad, Chunk
 from interlace.connectors.pipeline.worker_checks import LoadCheck
 from interlace.connectors.pipeline.worker_files import FileWork
+from interlace.connectors.pipeline.worker_pictures import WorkerPictures
 from interlace.connectors.pipeline.worker_samples import StepSampler
 from interlace.connectors.pipeline.worker_step_load import StepLoad
 from interlace.connectors.slab_store.space import Space
 from interlace.engine.errors import ConnectorError
 from interlace.engine.ports import Lanes, LayerGates
+from interlace.engine.transfer_picture import ConnectorPicture
 from interlace.layers.cuda_host_memory import CudaHostMemory, HostMemory
 from interlace.layers.cuda_lanes import CudaLanes
 from interlace.layers.cuda_streams import CudaStreams
@@ -106,6 +108,7 @@ class PipelineWorker:
         self._beside = collections.Counter[str]()  # of loads beside the steps, for the next report
         self._num_stuck = 0  # that were reported
         self._levels: dict[str, int] = {}  # likewise
+        self._pictures = WorkerPictures()
 
     # ---------------------------------------------------------------- once
 
@@ -132,6 +135,8 @@ class PipelineWorker:
             records.close()
             raise
         places = {name: layer for layer, name in enumerate(kv_caches)}
+        self._pictures.num_layers = len(layers)
+        self._pictures.record_bytes = records.record_bytes
         self._opened = _Opened(records, pipeline, places, StepSampler(pipeline.watch), files)
 
     def _open_files(self, space: RecordSpace, layers: Sequence[torch.Tensor]) -> FileWork | None:
@@ -245,6 +250,7 @@ class PipelineWorker:
                 checks=[self._check(load.runs, load.checksums) for load in within],
             )
             self._step_loads.append(StepLoad(within, pipelined))
+            self._pictures.note_step_load(pipelined, len(within))
         for load in metadata.loads:
             if load.is_async:
                 self._start_beside(load)
@@ -282,6 +288,7 @@ class PipelineWorker:
             load, fetching, opened.pipeline.record_compute(), opened.records.record_bytes
         )
         self._bulk_loads.append(one)
+        self._pictures.note_bulk_load(one)
         self._begin_ready(one)
 
     def _poll_fetches(self) -> None:
@@ -361,6 +368,8 @@ class PipelineWorker:
                 continue
             transfer.name = f"save {save.save_id}"
             self._saves[save.save_id] = transfer
+        sent = [one for one in submitted if not isinstance(one, ConnectorError)]
+        self._pictures.note_saves(sent)
 
     def advance(self) -> bool:
         """While this thread waits for the device, or for this: feed a little; whether there is more
@@ -388,6 +397,7 @@ class PipelineWorker:
         ended = [one for one in self._bulk_loads if one.is_done]  # asked once: they end any time
         self._bulk_loads = [one for one in self._bulk_loads if one not in ended]
         for one in ended:
+            self._pictures.end_bulk_load(one)
             if one.backward is not None:
                 self._take_sample(one)
                 one.cancel_reads()
@@ -418,6 +428,7 @@ class PipelineWorker:
     def take_late_invalid(self) -> set[int]:
         """The step's tokens have come: blocks of its loads that have turned out bad since."""
         pipeline = self._open.pipeline
+        self._pictures.end_step()
         return set().union(*(one.take_late(pipeline) for one in self._step_loads))
 
     def report(self) -> PipelineReport | None:
@@ -539,10 +550,25 @@ class PipelineWorker:
         files = self._open.files
         return set() if files is None else files.damage(kind, block_hash)
 
+    def pictures(self) -> ConnectorPicture | None:
+        """What there is to be seen; None before the pages are known, and after `close`. On the
+        event loop's thread: see `KVConnectorBase_V1.get_transfer_pictures`."""
+        opened = self._opened
+        if opened is None:
+            return None
+        return ConnectorPicture(
+            "PipelineConnector",
+            self._pictures.load(),
+            self._pictures.save(),
+            opened.pipeline.lanes_seen(),
+            self._load_rate or None,
+        )
+
     def close(self) -> None:
         """Give up what has not begun, wait for what has, and let go of the records. May be
         repeated."""
         opened, self._opened = self._opened, None
+        self._pictures.forget()
         if opened is not None:
             opened.pipeline.close(_CLOSE_S)
             if opened.files is not None:

@@ -142,9 +142,14 @@ class BulkLoad:
         return self.transfers
 
     @property
+    def begun(self) -> tuple[Chunk, ...]:
+        """Parts of which copying was begun, or refused."""
+        return tuple(self._begun)
+
+    @property
     def transfers(self) -> list[FedTransfer]:
         """That have begun, in order."""
-        return [one.transfer for one in self._begun if one.transfer is not None]
+        return [one.transfer for one in tuple(self._begun) if one.transfer is not None]
 
     @property
     def backward(self) -> BackwardTransfer | None:

@@ -146,6 +146,8 @@ class FedTransfer:
         self.last_gate: Gate | None = None
         """Of the slice that was fed last."""
         self._slices = deque(slices)
+        self.layer_ranges = tuple((one.first_layer, one.end_layer) for one in self._slices)
+        """Of its slices, in order, if they are known from the start."""
         self._copy_layers = copy_layers
         self._num_run = 0
         self._num_ended = 0
@@ -192,6 +194,15 @@ class FedTransfer:
     def stats(self) -> TransferStats:
         """What was copied so far."""
         return self._meter.stats()
+
+    @property
+    def num_ended(self) -> int:
+        """Slices that are known to have ended."""
+        return self._num_ended
+
+    def seen(self) -> TransferStats:
+        """As `stats`, for who looks on from another thread: changes nothing."""
+        return self._meter.seen()
 
     def give_up(self, timeout_s: float) -> bool:
         """Copy nothing that has not been begun, nor queued on a device: it fails, unless that is
@@ -294,6 +305,8 @@ class Feeder:
         self._fed: deque[tuple[FedTransfer, Gate, Slice]] = deque()
         self._fed_bytes = 0
         self._fed_calls = 0.0
+        self.num_bytes = 0
+        """Of what has ended, since it was made."""
 
     def add(
         self, runs: tuple[Run, ...], after: Gate | None = None, *, window_bytes: int = 0
@@ -331,6 +344,7 @@ class Feeder:
         while self._fed and self._fed[0][1].query():
             transfer, gate, one = self._fed.popleft()
             self._fed_bytes -= one.num_bytes
+            self.num_bytes += one.num_bytes
             self._fed_calls -= one.num_calls
             transfer.note_ended(gate)
         while self._waiting and (transfer := self._waiting[0]):

@@ -32,6 +32,8 @@ class SavePart:
     def __init__(self, joint: JointSave, runs: tuple[Run, ...]) -> None:
         """For `JointSave`."""
         self._joint = joint
+        self.joint: FedTransfer = joint
+        """That it is a part of."""
         self.runs = runs
         self.own_error: BaseException | None = None
         """Why it alone fails; whoever copies looks at it under the lock of the joint save."""

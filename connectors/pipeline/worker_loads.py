@@ -46,6 +46,14 @@ class PipelinedLoad:
         self._lock = threading.Lock()  # held while a group is copied
         self.is_given_up = False
         """Whether no copy is begun any more."""
+        self.failed_from: int | None = None
+        """The first layer that may lack something of a part that has failed."""
+        self.on_streams = False
+        """Whether the host does not wait at its gates."""
+        self.is_computed = False
+        """Whether the step has computed what it loaded."""
+        self.waited_s = 0.0
+        """For which the host has waited at its gates, where it does."""
         self._meter = TransferMeter(watch)
         self._runs: list[Runs | None] = [self._prepared(i, part) for i, part in enumerate(parts)]
         self._num_blocks = sum(runs.num_blocks for runs in self._runs if runs is not None)
@@ -57,6 +65,7 @@ class PipelinedLoad:
             return self._copies.prepare(runs)
         except ConnectorError as error:
             self.errors[part] = error
+            self.failed_from = 0
             return None
 
     def groups_within(self, num_bytes: int) -> int:
@@ -99,6 +108,30 @@ class PipelinedLoad:
         """What was copied so far."""
         return self._meter.stats()
 
+    @property
+    def num_blocks(self) -> int:
+        """Of all parts that fit."""
+        return self._num_blocks
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all of these."""
+        return self._num_blocks * self._groups.num_layers * self._copies.page_bytes
+
+    @property
+    def groups(self) -> LayerGroups:
+        """Layers that share a gate."""
+        return self._groups
+
+    @property
+    def seen_bytes(self) -> int:
+        """That were copied so far. Any thread."""
+        return self._meter.num_bytes
+
+    def seen(self) -> TransferStats:
+        """As `stats`, for who looks on from another thread: changes nothing."""
+        return self._meter.seen()
+
     def copy_group(self, group: int) -> None:
         """The work of one group, on the lane: part by part, each over all its layers, which may
         be one call for a stream. The gate opens behind all parts, so their order is all one."""
@@ -126,6 +159,8 @@ class PipelinedLoad:
                     break
         except Exception as error:  # noqa: BLE001 - whatever it is, this part has failed
             self.errors[part] = without_frames(error, "of a load")
+            if self.failed_from is None:
+                self.failed_from = layers.start
 
     def fail(self, error: BaseException) -> None:
         """All parts that have not failed yet have now."""

@@ -111,6 +111,17 @@ class TransferMeter:
         self._num_copies += copied.num_copies
         self._num_bytes += copied.num_bytes
 
+    @property
+    def num_bytes(self) -> int:
+        """So far. Any thread."""
+        return self._num_bytes
+
+    def seen(self) -> TransferStats:
+        """So far. Any thread, beside works: changes nothing, and never waits."""
+        begin, end = self._begin, self._end
+        seconds = None if begin is None or end is None else self._watch.seconds(begin, end)
+        return TransferStats(frozenset(), self._num_copies, self._num_bytes, seconds)
+
     def stats(self) -> TransferStats:
         """So far."""
         if self._seconds is None and self._begin is not None and self._end is not None:

@@ -82,6 +82,10 @@ class StoredBlocks:
 
     # ---------------------------------------------------------------- loads
 
+    def __len__(self) -> int:
+        """Blocks that are stored, as far as is known."""
+        return len(self._catalog)
+
     def __contains__(self, block_hash: bytes) -> bool:
         """Whether the block is stored, as far as is known, and worth a try."""
         return block_hash in self._catalog and not self._is_avoided(block_hash)

@@ -19,6 +19,7 @@ from interlace.engine.kv_connector import KVConnectorHandshakeMetadata
 from interlace.engine.outputs import ModelRunnerOutput
 from interlace.engine.ports import PendingStep, Progress, WorkerConnector
 from interlace.engine.scheduler_output import SchedulerOutput
+from interlace.engine.transfer_picture import ConnectorPicture
 from interlace.layers.attention import SequenceChunk
 from interlace.layers.batch_sampler import Draw, draw_tokens, fits
 from interlace.layers.decoder import Decoder
@@ -51,6 +52,9 @@ ADVANCE_PAUSE_S = 0.0002
 _GATHERED_KEYS = 65_536
 """Of several long chunks in one step there is room for so many, and for one chunk of any length."""
 _GATHERED_REQUESTS = 16
+_GATHERING = (9, 10)
+"""Major compute capabilities, of data centers' GPUs: others have no tensor memory accelerator, or
+too little shared memory for the tiles (99 KiB of 225)."""
 
 
 class GpuRunner:
@@ -110,6 +114,10 @@ class GpuRunner:
     def set_finished_count(self, count: int | None) -> None:
         """See `StepRunner`."""
         self._workers.set_finished_count(count)
+
+    def get_transfer_pictures(self) -> tuple[ConnectorPicture, ...]:
+        """See `StepRunner`."""
+        return self._workers.get_transfer_pictures()
 
     def capture(self, mode: GraphMode, sizes: GraphSizes, progress: Progress) -> None:
         """Capture graphs, and prepare what runs between them, once, before the first step.
@@ -383,7 +391,10 @@ class GpuRunner:
 
 
 def _key_room(decoder: Decoder, max_num_batched_tokens: int) -> KeyRoom | None:
-    """Where the keys of long chunks are gathered; None if no step has any."""
+    """Where the keys of long chunks are gathered; None if no step has any, or for other GPUs."""
+    device = decoder.device
+    if device.type == "cuda" and torch.cuda.get_device_capability(device)[0] not in _GATHERING:
+        return None
     a, longest = decoder.architecture, decoder.max_model_len
     group = a.num_heads // a.num_kv_heads
     most = min(max_num_batched_tokens, longest)
@@ -394,5 +405,5 @@ def _key_room(decoder: Decoder, max_num_batched_tokens: int) -> KeyRoom | None:
         num_kv_heads=a.num_kv_heads,
         head_dim=a.head_dim,
         dtype=decoder.dtype,
-        device=decoder.device,
+        device=device,
     )

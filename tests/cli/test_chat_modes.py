@@ -9,12 +9,14 @@ import logging
 import os
 import signal
 import stat
+import threading
 from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 from fake_engine import WAIT, FakeEngine, Script
 
+from interlace.cli import screen as screen_module
 from interlace.cli.chat_modes import converse, one_shot
 from interlace.cli.chat_session import ChatSession
 from interlace.cli.log_lines import log_between_answers
@@ -338,6 +340,31 @@ async def test_warnings_are_told_when_the_chat_crashes(error: BaseException) -> 
     with pytest.raises(type(error)):
         await crash()
     assert tty.getvalue() == "One\nwhy\n"
+
+
+async def test_a_stuck_terminal_does_not_keep_a_cancelled_chat(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(screen_module, "STUCK_S", 0.01)
+    go_on, tty = threading.Event(), Tty()
+
+    class Stuck(Tty):
+        def write(self, text: str, /) -> int:
+            if text == "lo":
+                go_on.wait(5)
+            return tty.write(text)
+
+    async def chat() -> None:
+        screen = Screen(Stuck(), tty, terminal=True)
+        async with log_between_answers(screen):
+            await screen.answer("Hel")
+            warn_by_default("why")
+            await screen.answer("lo")
+
+    with pytest.raises(TimeoutError):  # which cancels it
+        async with asyncio.timeout(0.1):
+            await chat()
+    go_on.set()
 
 
 async def test_a_thread_that_comes_late_is_heard(capsys: pytest.CaptureFixture[str]) -> None:

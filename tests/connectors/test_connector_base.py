@@ -146,6 +146,7 @@ def test_nothing_else_is_public() -> None:
     extensions |= {"inject_store_fault", "bind_gpu_block_pool"}
     extensions |= {"get_layer_gates", "get_compute_end", "default_load_failure_policy"}
     extensions |= {"advance_transfers", "get_late_load_errors", "validate_config"}
+    extensions |= {"get_transfer_pictures"}
     assert own - properties - extensions == {
         name for name in (*SIGNATURES, *CLASS_METHODS) if not name.startswith("_")
     }
@@ -167,6 +168,7 @@ def test_the_defaults_do_nothing() -> None:
     assert connector.get_block_ids_with_load_errors() == set()
     assert connector.advance_transfers() is False
     assert connector.get_late_load_errors() == set()
+    assert connector.get_transfer_pictures() == ()
     assert connector.request_finished(request, [1]) == (False, None)
     assert tuple(connector.take_events()) == ()
     assert connector.prefer_cross_layer_blocks is False

@@ -127,6 +127,10 @@ class Choosy(Base):
 
 class Follower(Choosy): ...
 
+class Namesake(Choosy):
+    def validate_config(self): return "mine"
+
+
 class Taker(Choosy):
     def __init__(self, vllm_config, role, kv_cache_config=None): ...
 
@@ -405,6 +409,10 @@ def test_a_class_validates_its_options_and_nothing_is_made() -> None:
     said = "Choosy could not validate its options: KeyError: 'mood'"
     with pytest.raises(ConfigError, match=said):
         factory.validate_config(choosy("odd"))
+
+
+def test_a_method_of_that_name_is_something_else() -> None:
+    KVConnectorFactory().validate_config(choosy("bad", "Namesake"))
 
 
 def test_a_constructor_of_its_own_may_know_more_options() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections import deque
 from collections.abc import Iterator
 
@@ -28,8 +29,10 @@ BLOCK = 4
 @contextlib.contextmanager
 def nothing_waits() -> Iterator[None]:
     """Whatever would wait for the device raises."""
-    torch.cuda.set_sync_debug_mode("error")
     try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype")
+            torch.cuda.set_sync_debug_mode("error")
         yield
     finally:
         torch.cuda.set_sync_debug_mode("default")

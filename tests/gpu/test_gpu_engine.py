@@ -139,7 +139,7 @@ async def test_loads_of_a_connector(
     ("dtype", "tolerance"), [(torch.float32, 2e-3), (torch.bfloat16, 0.15)], ids=str
 )
 async def test_long_prompts_beside_decodes(dtype: torch.dtype, tolerance: float) -> None:
-    """Chunks in pieces, and in 16 bits by the matrix library: cold, and behind a cached prefix."""
+    """Chunks in pieces and whole, and in 16 bits over gathered keys: cold, and behind a prefix."""
     model = tiny_model(dtype=dtype, head_dim=64, device="cuda", max_model_len=6000)
     shared = [(7 * i) % VOCAB_SIZE for i in range(2900)]
     prompts = [shared[:650], shared, shared[:2000] + [5] * 700, [9] * 1500, [3] * 40, [4] * 3]

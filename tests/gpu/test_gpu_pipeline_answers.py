@@ -14,7 +14,7 @@ import pytest
 import torch
 from connected_gpu import PATIENCE_S, ask, settle
 from pipeline_gpu import NUM_LAYERS, LoadRig, an_engine, gpu_model, plain_model
-from tiny_model import VOCAB_SIZE, plain_answer
+from tiny_model import VOCAB_SIZE, plain_answer, tiny_model
 
 from interlace import AsyncEngine, SamplingParams
 from interlace.connectors.pipeline.layer_pipeline import PipelineGates
@@ -247,3 +247,57 @@ async def test_who_leaves_a_gate_out_is_seen(
     async with an_engine(model, "layerwise", group_size=1, depth=1) as engine:
         async with asyncio.timeout(PATIENCE_S):
             assert await replay(engine, 5) == 0
+
+
+@pytest.mark.parametrize("left_out", [None, 3])
+async def test_long_chunks_over_gathered_keys_wait_for_their_layer(
+    left_out: int | None, rig: LoadRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In 16 bits, one graph for 300 new tokens: what is loaded gives the bits that what lies on the
+    device gave, with copies delayed and pages poisoned; who leaves a gate out gives others."""
+    model = tiny_model(
+        max_model_len=640, dtype=torch.bfloat16, head_dim=64, device="cuda", num_layers=NUM_LAYERS
+    )
+    wait_here = PipelineGates.wait_here
+
+    def wait_here_but_once(gates: PipelineGates, layer: int) -> None:
+        if layer != left_out:
+            wait_here(gates, layer)
+
+    def delay(layer: int, runs: Runs) -> None:
+        torch.cuda._sleep(20_000_000 if layer == left_out else 100_000)  # type: ignore[no-untyped-call]
+
+    monkeypatch.setattr(PipelineGates, "wait_here", wait_here_but_once)
+    rig.before = delay
+    params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, logprobs=10)
+    prefix = some_tokens(5, 240)
+
+    async def first_token(engine: AsyncEngine, number: int) -> tuple[int, list[tuple[int, float]]]:
+        """(tokens loaded, the likeliest tokens). Nothing but the prefix is stored."""
+        prompt = [*prefix, *some_tokens(100 + number, 300)]
+        async with asyncio.timeout(PATIENCE_S):
+            one = await engine.complete(prompt, params, kv_transfer_params={"skip_save": True})
+        assert one.logprobs is not None
+        top = [(int(token), float(value)) for token, value in one.logprobs[0].top]
+        return one.usage.num_external_cached_tokens, top
+
+    async with an_engine(
+        model,
+        "layerwise",
+        depth=1,
+        num_gpu_blocks_override=400,
+        max_num_batched_tokens=512,
+        num_records=600,
+    ) as engine:
+        await ask(engine, prefix, 1)
+        for number in range(4):
+            await forget_on_device(engine)
+            external, _ = await first_token(engine, 100 + number)
+            assert external == len(prefix)
+            external, cached = await first_token(engine, number)
+            assert external == 0, "the prefix lies on the device"
+            await forget_on_device(engine)
+            external, loaded = await first_token(engine, number)
+            assert external == len(prefix)
+            assert (loaded == cached) == (left_out is None)
+    assert set(rig.modes) == {GraphMode.FULL}

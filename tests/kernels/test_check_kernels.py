@@ -74,6 +74,7 @@ class InOne:
     forward: FusedDecoder
     size: StepSize
     runtime_mode: GraphMode = GraphMode.FULL
+    gathers: bool = False
 
     def replay(self, step: StepToReplay) -> Answer:
         assert step.hooks is None

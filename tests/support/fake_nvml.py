@@ -30,7 +30,9 @@ class FakeNvml:
             "nvmlDeviceGetName": lambda _: text("NVIDIA H200"),
             "nvmlDeviceGetUUID": lambda handle: text(f"GPU-{handle[-1]}"),
             "nvmlDeviceGetCudaComputeCapability": lambda _: (9, 0),
-            "nvmlDeviceGetMemoryInfo": lambda _: SimpleNamespace(total=150 << 30, free=149 << 30),
+            "nvmlDeviceGetMemoryInfo": lambda _: SimpleNamespace(
+                total=150 << 30, free=149 << 30, used=1 << 30
+            ),
             "nvmlDeviceGetClockInfo": lambda _, kind: {1: 345, 2: 3201}[kind],
             "nvmlDeviceGetMaxClockInfo": lambda _, kind: {1: 1980, 2: 3201}[kind],
             "nvmlDeviceGetCurrPcieLinkGeneration": lambda _: 4,
@@ -38,6 +40,12 @@ class FakeNvml:
             "nvmlDeviceGetCurrPcieLinkWidth": lambda _: 16,
             "nvmlDeviceGetMaxPcieLinkWidth": lambda _: 16,
             "nvmlDeviceGetPcieThroughput": lambda _, kind: {0: 7, 1: 650}[kind],
+            "nvmlDeviceGetUtilizationRates": lambda _: SimpleNamespace(gpu=97, memory=40),
+            "nvmlDeviceGetPowerUsage": lambda _: 512_400,
+            "nvmlDeviceGetEnforcedPowerLimit": lambda _: 700_000,
+            "nvmlDeviceGetComputeRunningProcesses": lambda handle: [
+                SimpleNamespace(pid=100 + int(handle[-1]))
+            ],
             "nvmlDeviceGetPersistenceMode": lambda _: 1,
             "nvmlDeviceGetMigMode": lambda _: [0, 1],
         }

@@ -18,6 +18,7 @@ from interlace.engine.outputs import ModelRunnerOutput
 from interlace.engine.ports import PendingStep, WorkerConnector
 from interlace.engine.scheduler import Scheduler
 from interlace.engine.scheduler_output import SchedulerOutput
+from interlace.engine.transfer_picture import ConnectorPicture
 from interlace.layers.attention import SequenceChunk
 from interlace.layers.forward_context import TritonAttentionMetadata
 from interlace.layers.kv_hooks import KVHooks
@@ -71,6 +72,9 @@ class PagedOracleRunner:
 
     def set_finished_count(self, count: int | None) -> None:
         assert count in (None, 1), "there is one worker"
+
+    def get_transfer_pictures(self) -> tuple[ConnectorPicture, ...]:
+        return () if self.hooks is None else self.hooks.get_transfer_pictures()
 
     def paint(self, blocks: Iterable[KVCacheBlock]) -> None:
         """Overwrite whole blocks with what no right answer contains."""

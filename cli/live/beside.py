@@ -1,0 +1,80 @@
+"""`--live`: the viewer beside the command that it watches, in a process of its own.
+
+A benchmark prints only when it has ended, so the viewer has the terminal until then. A chat needs
+its terminal: under tmux the viewer gets a pane of its own, elsewhere a remark says what to type in
+another terminal.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+
+from interlace.cli.progress import NotedProgress
+from interlace.cli.screen import is_terminal
+from interlace.engine.errors import ConfigError
+from interlace.engine.ports import Progress
+
+_END_S = 5.0
+_TMUX_S = 5.0
+_PASSED_ON = ("PYTHONPATH", "XDG_RUNTIME_DIR", "TMPDIR", "LANG", "LC_ALL", "NO_COLOR")
+_RESTORED = "\x1b[?1049l\x1b[?25h"
+"""The terminal's own screen, with its cursor: for a viewer that was killed."""
+
+
+def viewer_command(pid: int) -> list[str]:
+    """What watches the engines of a process until that ends."""
+    return [sys.executable, "-m", "interlace", "top", str(pid), "--follow"]
+
+
+@contextlib.contextmanager
+def screen_beside(wanted: bool, otherwise: Progress) -> Iterator[Progress]:
+    """The viewer has the terminal meanwhile, if it is `wanted`; how far long work is goes to what
+    this yields: nowhere then, and else to `otherwise`. Before any event loop runs.
+
+    Raises: `ConfigError` if there is no terminal.
+    """
+    if not wanted:
+        yield otherwise
+        return
+    if not (is_terminal(sys.stdout) and is_terminal(sys.stdin)):
+        raise ConfigError(
+            "--live needs a terminal to draw on: leave it out, and let `interlace top` watch from"
+            " another terminal."
+        )
+    viewer = subprocess.Popen(viewer_command(os.getpid()), stderr=subprocess.DEVNULL)
+    try:
+        yield NotedProgress(None)
+    finally:
+        _end(viewer)
+
+
+def _end(viewer: subprocess.Popen[bytes]) -> None:
+    viewer.terminate()
+    try:
+        viewer.wait(_END_S)
+    except subprocess.TimeoutExpired:
+        viewer.kill()
+        viewer.wait()
+        sys.stdout.write(_RESTORED)
+        sys.stdout.flush()
+
+
+def pane_beside() -> str:
+    """Where the viewer of this process is, or how to get one: a remark for people. Blocking."""
+    if os.environ.get("TMUX") and shutil.which("tmux") is not None:
+        # A pane has the environment of tmux itself, and not that of this process.
+        known = (f"{name}={os.environ[name]}" for name in _PASSED_ON if name in os.environ)
+        passed_on = [word for one in known for word in ("-e", one)]
+        command = shlex.join(viewer_command(os.getpid()))
+        split = ["tmux", "split-window", "-d", "-h", *passed_on, command]
+        with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+            done = subprocess.run(split, capture_output=True, timeout=_TMUX_S, check=False)
+            if done.returncode == 0:
+                return "The live view is in the pane beside; it ends with the chat."
+    return f"Live view: type `interlace top {os.getpid()}` in another terminal."
