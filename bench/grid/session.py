@@ -68,8 +68,6 @@ def prepare_grid(spec: GridSpec, folder: Path, progress: Progress) -> PreparedGr
 
     Raises: `ConfigError`, `ModelError`.
     """
-    for number in range(len(engines_of(spec))):
-        (folder / engine_folder(number)).mkdir()
     device = DeviceThread("bench-device")
     try:
         models = device.call(_load_all, spec, folder, progress, device)
@@ -96,6 +94,7 @@ def _load_all(
         _check_model(settings, models_of(spec)[key], progress)
     for number, (engine, points) in enumerate(engines_of(spec).items()):
         own = folder / engine_folder(number)
+        own.mkdir()
         check_engine(picked[engine.model], spec, engine, Room.of(points), own)
     return {key: prepare_on(settings, progress, device) for key, settings in picked.items()}
 
