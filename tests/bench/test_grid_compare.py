@@ -31,7 +31,8 @@ def test_what_is_slower_and_what_is_noise() -> None:
     assert 0.200 / 0.104 <= slower.low < 2.0 < slower.high <= 0.208 / 0.100
     assert (found.differences, found.machines) == ((), ())
     back = compare_runs(b, a).compared[0]
-    assert (back.verdict, back.ratio.ratio) == ("faster", pytest.approx(0.5))
+    assert back.verdict == "faster"
+    assert back.ratio.ratio == pytest.approx(0.5)
 
 
 def test_two_rounds_say_nothing() -> None:
@@ -58,7 +59,7 @@ def test_a_range_holds_the_truth_about_as_often_as_it_says() -> None:
         ratio_of(*([source.gauss(1, 0.05) for _ in range(7)] for _ in range(2))).is_noise
         for _ in range(60)
     ]
-    assert 0.9 <= sum(hits) / len(hits)
+    assert sum(hits) / len(hits) >= 0.9
 
 
 def test_other_grids_are_named_and_common_arms_compared() -> None:

@@ -63,7 +63,7 @@ def test_names_of_files() -> None:
     "content", ["", "[]", "{}", '{"format": "interlace bench run 2"}', "[" * 100_000, "nan"]
 )
 def test_what_is_no_run_is_refused(content: str) -> None:
-    with pytest.raises(ConfigError, match="b.json is no result of `interlace bench run`"):
+    with pytest.raises(ConfigError, match=r"b\.json is no result of `interlace bench run`"):
         parse_run(content.encode(), "b.json")
 
 

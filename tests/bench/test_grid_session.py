@@ -214,13 +214,17 @@ def test_transformers_takes_its_turn(tmp_path: Path) -> None:
         ('graph_mode = "FULL"', "needs a CUDA device; leave it out"),
         ('connector = "x"\n[connectors.x]\nkv_connector = "No"\nkv_role = "kv_both"', "No"),
         (
-            'connector = "x"\n[connectors.x]\nkv_connector = "PipelineConnector"\n'
-            'kv_role = "kv_consumer"',
+            (
+                'connector = "x"\n[connectors.x]\nkv_connector = "PipelineConnector"\n'
+                'kv_role = "kv_consumer"'
+            ),
             "connectors.x.kv_role = 'kv_consumer'.*give kv_both",
         ),
         (
-            'connector = "x"\n[connectors.x]\nkv_connector = "PipelineConnector"\n'
-            'kv_role = "kv_both"\nkv_connector_extra_config = { hostbytes = 5 }',
+            (
+                'connector = "x"\n[connectors.x]\nkv_connector = "PipelineConnector"\n'
+                'kv_role = "kv_both"\nkv_connector_extra_config = { hostbytes = 5 }'
+            ),
             "Did you mean 'host_bytes'",
         ),
     ],
