@@ -26,7 +26,7 @@ from interlace.cli.progress import progress_for
 from interlace.cli.running import run as run_coroutine
 from interlace.cli.screen import harmless
 from interlace.engine.clock import MonotonicClock
-from interlace.engine.errors import ConfigError
+from interlace.engine.errors import ConfigError, InterlaceError
 
 if TYPE_CHECKING:
     from interlace.bench.grid.compare import Comparison
@@ -62,7 +62,7 @@ Plot = Annotated[
     bool,
     typer.Option(
         "--plot",
-        help="Draw pictures beside the result. Needs matplotlib: pip install interlace[plot].",
+        help="Draw pictures beside the result. Needs matplotlib: pip install interlace\\[plot].",
     ),
 ]
 
@@ -78,7 +78,7 @@ def run(
 
     \b
         repeats = 5
-        [grid]
+        \\[grid]
         connector = "PipelineConnector"
         load_mode = ["cached", "recompute", "bulk", "layerwise"]
         prefix = [256, 512]
@@ -87,8 +87,8 @@ def run(
     A list is an axis; the arms are the product. Keys: engine, model, device,
     dtype, connector, store, load_mode, graph_mode, group_size, delay_ms,
     max_num_batched_tokens, max_inflight_steps, prefix, new, batch, output.
-    docs/run-experiments.md says what they mean, and shows [[exclude]],
-    [[points]] and [connectors.NAME].
+    docs/run-experiments.md says what they mean, and shows [\\[exclude]],
+    [\\[points]] and \\[connectors.NAME].
 
     Ctrl-C keeps the rounds that are whole, and what there is of the next one.
     """
@@ -120,7 +120,7 @@ def run(
 def _measure(
     prepared: PreparedGrid, name: str, digest: str, target: Path, json: str | None
 ) -> GridRun:
-    """Run the rounds; whatever comes, what was measured is written, and shown."""
+    """Run the rounds; whatever comes, what was measured is shown, and written."""
     from interlace import __version__
     from interlace.bench.grid.record import write_atomically
     from interlace.bench.grid.session import GridRunner, empty_run
@@ -141,13 +141,13 @@ def _measure(
     finally:
         found = runner.run
         if found.has_samples:
-            write_atomically(target, found.to_json())
             report = report_of(found)
             if report.rows:
                 print_table(report, json)
-            _tell(f"{'so far' if found.is_partial else 'written'}: {target}", json)
             if json is not None:
                 write_text(found.to_json(), json)
+            write_atomically(target, found.to_json())
+            _tell(f"{'so far' if found.is_partial else 'written'}: {target}", json)
     return found
 
 
@@ -158,20 +158,27 @@ def _draw(
     from interlace.bench.grid.record import write_atomically
     from interlace.bench.grid.timelines import record_median, timeline_plan
 
-    pictures = {"bars": draw_bars(found), "prefix": draw_prefixes(found)}
-    planned = timeline_plan(spec, found)
-    if isinstance(planned, str):
-        _tell(f"no timeline: {planned}", json)
-    else:
-        progress = StillProgress(sys.stderr)
-        pictures["timeline"] = run_coroutine(
-            lambda: record_median(prepared, planned, MonotonicClock(), progress)
-        )
-    for kind, content in pictures.items():
+    def write(kind: str, content: bytes | None) -> None:
         if content is not None:
             place = target.with_name(f"{target.stem}-{kind}.svg")
             write_atomically(place, content)
             _tell(f"written: {place}", json)
+
+    write("bars", draw_bars(found))
+    write("prefix", draw_prefixes(found))
+    planned = timeline_plan(spec, found)
+    if isinstance(planned, str):
+        _tell(f"no timeline: {planned}", json)
+        return
+    progress = StillProgress(sys.stderr)
+    try:
+        timeline = run_coroutine(
+            lambda: record_median(prepared, planned, MonotonicClock(), progress)
+        )
+    except InterlaceError as error:  # what was measured stands without it
+        _tell(f"no timeline: {error}", json)
+    else:
+        write("timeline", timeline)
 
 
 def compare(

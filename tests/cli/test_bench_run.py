@@ -94,6 +94,13 @@ def test_ctrl_c_keeps_what_is_done(
     assert f"so far: {written}" in out
 
 
+def test_help_shows_a_grid_with_its_brackets() -> None:
+    code, out, _ = run("run", "--help")
+    assert code == 0
+    for words in ("[grid]", "[[exclude]]", "[[points]]", "[connectors.NAME]", "interlace[plot]"):
+        assert words in out
+
+
 def test_refusals_come_before_a_model_is_looked_for(tmp_path: Path) -> None:
     file = tmp_path / "a.toml"
     file.write_text('[grid]\nmodel = "no such"\nprefx = 3')
