@@ -76,7 +76,7 @@ class Crossing(NamedTuple):
 
     def __str__(self) -> str:
         if self.tokens is None:
-            where = "at every length" if self.loads_later_on else "at no length"
+            where = "at every length measured" if self.loads_later_on else "at none measured"
             return f"{self.name}: sooner than computing again {where}"
         side = "from" if self.loads_later_on else "up to"
         return f"{self.name}: sooner than computing again {side} about {self.tokens:.0f} tokens"

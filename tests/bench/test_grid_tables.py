@@ -35,8 +35,8 @@ def lines(*series: tuple[str, Sequence[float]], connector: str = "PipelineConnec
     ("loaded", "sentence"),
     [
         ([3.0, 3.5, 4.0], "bulk: sooner than computing again from about 53 tokens"),
-        ([1.0, 1.0, 1.0], "bulk: sooner than computing again at every length"),
-        ([9.0, 9.0, 9.0], "bulk: sooner than computing again at no length"),
+        ([1.0, 1.0, 1.0], "bulk: sooner than computing again at every length measured"),
+        ([9.0, 9.0, 9.0], "bulk: sooner than computing again at none measured"),
         ([1.0, 3.0, 9.0], "bulk: sooner than computing again up to about 72 tokens"),
         ([3.0, 3.0, 9.0], "bulk: sooner than computing again up to about 72 tokens"),
     ],
