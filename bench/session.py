@@ -70,13 +70,15 @@ def prepare(settings: Settings, progress: Progress) -> Prepared:
     """
     device = DeviceThread("bench-device")
     try:
-        return device.call(_prepare, settings, progress, device)
+        return device.call(prepare_on, settings, progress, device)
     except BaseException:
         device.close()
         raise
 
 
-def _prepare(settings: Settings, progress: Progress, device: DeviceThread) -> Prepared:
+def prepare_on(settings: Settings, progress: Progress, device: DeviceThread) -> Prepared:
+    """`prepare` for several models that share `device`: call it there. Closing one of them closes
+    the thread of all."""
     settings = pick_device(settings, progress)
     settings.check()
     if settings.against_transformers:

@@ -43,11 +43,10 @@ class WorkSource:
         prompts = tuple(self._prompt(prompt_tokens) for _ in range(batch_size))
         return Work(prompts, output_tokens)
 
-    def behind(self, prefix: Work, count: int) -> Work:
-        """The one prompt of `prefix` and `count` tokens that never followed it before; one token is
-        asked for."""
-        (first,), suffix = prefix.prompts, self._prompt(count)
-        return Work(((*first, *suffix),), 1)
+    def behind(self, prefix: Work, count: int, output_tokens: int = 1) -> Work:
+        """Each prompt of `prefix` and `count` tokens that never followed it before."""
+        prompts = tuple((*first, *self._prompt(count)) for first in prefix.prompts)
+        return Work(prompts, output_tokens)
 
     def _prompt(self, length: int) -> tuple[int, ...]:
         # The serial number in base `vocab_size`, least digit first: unique, not just unlikely.

@@ -36,6 +36,8 @@ from interlace.cli.bench_options import (
 )
 from interlace.cli.bench_output import StillProgress, check_json_target, show
 from interlace.cli.bench_overlap import overlap
+from interlace.cli.bench_run import compare
+from interlace.cli.bench_run import run as run_grid
 from interlace.cli.bench_store import store
 from interlace.cli.kv_options import KVConfig, KVConnector, KVDir, kv_transfer_config
 from interlace.cli.live.beside import screen_beside
@@ -311,6 +313,8 @@ def kv(
     show(report, json)
 
 
+app.command(name="run")(run_grid)
+app.command(name="compare")(compare)
 app.command(name="overlap")(overlap)
 app.command(name="store")(store)
 

@@ -12,6 +12,7 @@ from interlace.engine.errors import ConfigError
 
 if TYPE_CHECKING:
     from interlace.bench.report import Report
+    from interlace.engine.ports import Clock
 
 BAR_WIDTH = 30
 PIPE_WIDTH = 240
@@ -25,8 +26,10 @@ class StillProgress:
     Anything but a terminal gets one line per task. Implements the `Progress` port.
     """
 
-    def __init__(self, stream: TextIO) -> None:
+    def __init__(self, stream: TextIO, clock: Clock | None = None) -> None:
+        """With a clock it tells the time left, as if what is left took as long as what is done."""
         self._stream = stream
+        self._clock = clock
 
     @contextlib.contextmanager
     def task(self, description: str, total: float | None) -> Iterator[Callable[[float], None]]:
@@ -36,11 +39,16 @@ class StillProgress:
             yield lambda advance: None
             return
         done = 0.0
+        began = 0.0 if self._clock is None else self._clock.monotonic()
 
         def advance(amount: float) -> None:
             nonlocal done
             done += amount
-            self._draw(description, done, total)
+            left = ""
+            if self._clock is not None and total and done > 0:
+                seconds = (self._clock.monotonic() - began) * max(0.0, total - done) / done
+                left = f", {_duration(seconds)} left"
+            self._draw(description, done, total, left)
 
         self._draw(description, done, total)
         try:
@@ -48,13 +56,19 @@ class StillProgress:
         finally:
             print("\r\033[2K", end="", file=self._stream, flush=True)
 
-    def _draw(self, description: str, done: float, total: float | None) -> None:
+    def _draw(self, description: str, done: float, total: float | None, left: str = "") -> None:
         line = f"{description} ..."
         if total:
             filled = min(BAR_WIDTH, int(BAR_WIDTH * done / total))
             bar = "#" * filled + "-" * (BAR_WIDTH - filled)
-            line = f"{description} [{bar}] {done:.0f}/{total:.0f}"
+            line = f"{description} [{bar}] {done:.0f}/{total:.0f}{left}"
         print(f"\r\033[2K{line}", end="", file=self._stream, flush=True)
+
+
+def _duration(seconds: float) -> str:
+    """`45 s`, `2:05`."""
+    whole = round(seconds)
+    return f"{whole} s" if whole < 60 else f"{whole // 60}:{whole % 60:02}"
 
 
 def check_json_target(target: str | None) -> None:
@@ -95,10 +109,16 @@ def write_json(report: Report, json_target: str | None) -> None:
 
     Raises: `ConfigError` if it cannot be written.
     """
+    if json_target is not None:
+        write_text(report.to_json(), json_target)
+
+
+def write_text(content: str, json_target: str) -> None:
+    """As `write_json`, of what is JSON already."""
     if json_target == "-":
-        sys.stdout.write(report.to_json())
-    elif json_target is not None:
-        try:
-            Path(json_target).write_text(report.to_json(), encoding="utf-8")
-        except OSError as error:
-            raise ConfigError(f"--json {json_target} cannot be written: {error}.") from error
+        sys.stdout.write(content)
+        return
+    try:
+        Path(json_target).write_text(content, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--json {json_target} cannot be written: {error}.") from error
