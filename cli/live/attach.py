@@ -16,6 +16,7 @@ from interlace.engine.live_frame import Frame, FrameReader
 from interlace.engine.live_socket import Place, connect, peer_uid
 
 _CHUNK_BYTES = 1 << 16
+_MOST_CHUNKS = 64
 LONGEST_LINE = 4 << 20
 """Bytes of one frame."""
 FIRST_FRAME_S = 5.0
@@ -62,11 +63,14 @@ class Attached:
         return self._socket.fileno()
 
     def receive(self) -> list[bytes]:
-        """Whole lines that have come, without their ends. Never waits; see `is_gone`.
+        """Whole lines that have come, without their ends; those of who sends without a pause later.
+        Never waits; see `is_gone`.
 
         Raises: `LiveViewError` for a line that is too long.
         """
-        while not self.is_gone:
+        for _ in range(_MOST_CHUNKS):
+            if self.is_gone:
+                break
             try:
                 chunk = self._socket.recv(_CHUNK_BYTES)
             except BlockingIOError:
