@@ -152,7 +152,8 @@ class Terminal:
         """What was written, from now on, up to `text` without its escapes."""
         seen, deadline = "", time.monotonic() + PATIENCE_S
         while text not in re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", seen):
-            assert time.monotonic() < deadline, f"no {text!r} in {seen[-3000:]!r}"
+            drawn = seen.count("\x1b[H")
+            assert time.monotonic() < deadline, f"no {text!r} in {drawn} x {seen[-3000:]!r}"
             seen += self._read()
         return seen
 
