@@ -71,7 +71,8 @@ def live_server(
 def environment(folder: Path, **more: str) -> dict[str, str]:
     """Of a viewer that is to find such servers."""
     root = Path(__file__).parents[2]
-    left_out = ("NO_COLOR", "LC_ALL", "LC_CTYPE", "TMUX")
+    # The last two would stand for the size of the terminal: who runs tests in processes sets them.
+    left_out = ("NO_COLOR", "LC_ALL", "LC_CTYPE", "TMUX", "COLUMNS", "LINES")
     kept = {name: value for name, value in os.environ.items() if name not in left_out}
     own = {
         "PYTHONPATH": str(root / "src"),
