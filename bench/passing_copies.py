@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
 
 from interlace.connectors.pipeline.worker_feeder import Copies
@@ -43,3 +44,21 @@ class PassingCopies:
     def save_layers(self, layers: range, runs: Runs) -> Iterable[Copied]:
         """See `Copies`."""
         return self._copies.save_layers(layers, runs)
+
+
+class HeldLoads(PassingCopies, ABC):
+    """`Copies` whose loads are held up before they begin. Lane's thread."""
+
+    @abstractmethod
+    def _delay(self, num_layers: int, runs: Runs) -> None:
+        """Hold up the load of so many layers of these."""
+
+    def load(self, layer: int, runs: Runs) -> Copied:
+        """See `Copies`."""
+        self._delay(1, runs)
+        return super().load(layer, runs)
+
+    def load_layers(self, layers: range, runs: Runs) -> Iterable[Copied]:
+        """See `Copies`."""
+        self._delay(len(layers), runs)
+        yield from super().load_layers(layers, runs)

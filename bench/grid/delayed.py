@@ -9,14 +9,14 @@ computing; on a GPU, where nothing may wait for the host, useless copies take th
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from interlace.bench.connector_option import take_option
 from interlace.bench.overlap.connector import METER, MeteredPipelineConnector, MeteredWorker
 from interlace.bench.overlap.meter import Meter
 from interlace.bench.overlap.slow_link import UselessCopies
-from interlace.bench.passing_copies import PassingCopies
+from interlace.bench.passing_copies import HeldLoads
 from interlace.connectors.pipeline.layer_pipeline import LaneCopies
 from interlace.connectors.pipeline.messages import PipelineMetadata
 from interlace.connectors.pipeline.options import PipelineOptions
@@ -26,7 +26,7 @@ from interlace.engine.config import EngineConfig
 from interlace.engine.kv_connector import KVCacheConfig, KVConnectorRole
 from interlace.engine.ports import Lanes
 from interlace.engine.request import Request
-from interlace.layers.page_copies import Copied, Runs
+from interlace.layers.page_copies import Runs
 from interlace.layers.record_space import RecordSpace
 
 if TYPE_CHECKING:
@@ -118,7 +118,7 @@ class DelayedWorker(MeteredWorker):
         super().start(metadata, by_layer=by_layer)
 
 
-class DelayedLoads(PassingCopies):
+class DelayedLoads(HeldLoads):
     """`Copies` that wait before they load. Lane's thread."""
 
     def __init__(
@@ -133,13 +133,3 @@ class DelayedLoads(PassingCopies):
         seconds = self._block_delay_s() * runs.num_blocks * num_layers / self.num_layers
         if seconds > 0:
             self._wait(seconds)
-
-    def load(self, layer: int, runs: Runs) -> Copied:
-        """See `Copies`."""
-        self._delay(1, runs)
-        return super().load(layer, runs)
-
-    def load_layers(self, layers: range, runs: Runs) -> Iterable[Copied]:
-        """See `Copies`."""
-        self._delay(len(layers), runs)
-        yield from super().load_layers(layers, runs)

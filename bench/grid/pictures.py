@@ -5,15 +5,14 @@ matplotlib is optional: `pip install interlace[plot]`. Equal runs give equal fil
 
 from __future__ import annotations
 
-import importlib
 import io
 from collections.abc import Callable
 from typing import Any
 
 from interlace.bench.grid.record import GridRun
 from interlace.bench.grid.tables import crossings, series_of
+from interlace.bench.plotting import import_plotting
 from interlace.bench.spread import Spread
-from interlace.engine.errors import ConfigError
 
 WIDTH_INCHES = 9.0
 BAR_INCHES = 0.3
@@ -122,10 +121,4 @@ def _picture(run: GridRun, height: float, draw: Callable[[Any], None]) -> bytes:
 
 
 def _import(module: str) -> Any:
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise ConfigError(
-            f"--plot needs matplotlib, which cannot be imported ({error}): pip install"
-            " interlace[plot], or leave --plot out."
-        ) from error
+    return import_plotting(module, "--plot", or_else=", or leave --plot out.")

@@ -7,14 +7,14 @@ that they cost the host next to nothing, and a driver takes as many as it is giv
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from interlace.bench.passing_copies import PassingCopies
+from interlace.bench.passing_copies import HeldLoads
 from interlace.connectors.pipeline.worker_feeder import Copies
-from interlace.layers.page_copies import Copied, Runs
+from interlace.layers.page_copies import Runs
 
 if TYPE_CHECKING:
     import torch
@@ -47,7 +47,7 @@ class UselessCopies:
             num_bytes -= count
 
 
-class SlowLoads(PassingCopies):
+class SlowLoads(HeldLoads):
     """`Copies` that load as slowly as `times` says when they begin. Lane's thread."""
 
     def __init__(
@@ -61,13 +61,3 @@ class SlowLoads(PassingCopies):
     def _delay(self, num_layers: int, runs: Runs) -> None:
         num_bytes = num_layers * runs.num_blocks * self.page_bytes
         self._waste((self._times() - 1) * num_bytes)
-
-    def load(self, layer: int, runs: Runs) -> Copied:
-        """See `Copies`."""
-        self._delay(1, runs)
-        return super().load(layer, runs)
-
-    def load_layers(self, layers: range, runs: Runs) -> Iterable[Copied]:
-        """See `Copies`."""
-        self._delay(len(layers), runs)
-        yield from super().load_layers(layers, runs)

@@ -6,14 +6,13 @@ give equal files. matplotlib is optional: `pip install interlace[plot]`.
 
 from __future__ import annotations
 
-import importlib
 import io
 from typing import Any, Literal
 
+from interlace.bench.plotting import import_plotting
 from interlace.bench.step_trace.figures import figures_of
 from interlace.bench.step_trace.intervals import merged
 from interlace.bench.step_trace.trace import AnyTrace, HybridTrace, Span, StepTrace
-from interlace.engine.errors import ConfigError
 
 Kind = Literal["png", "svg"]
 
@@ -61,13 +60,7 @@ def draw_picture(trace: AnyTrace, kind: Kind) -> bytes:
 
 
 def _require(module: str) -> Any:
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise ConfigError(
-            f"a picture needs matplotlib, which cannot be imported ({error}): pip install"
-            " interlace[plot]"
-        ) from error
+    return import_plotting(module, "a picture")
 
 
 def _draw(figure: Any, ramps: Any, trace: AnyTrace) -> None:

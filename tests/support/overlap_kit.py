@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
-from bench_kit import CountingProgress
+from bench_kit import CountingProgress, tiny_dummy
 
 from interlace.bench.bars import NO_OVERLAP_BARS, OverlapBars
 from interlace.bench.overlap.arms import Hit
@@ -48,23 +47,10 @@ SMALL = Sizes(
 """For a tiny model on a CPU: every part takes about a second, or less."""
 
 
-_CONFIG = {
-    "architectures": ["LlamaForCausalLM"],
-    "num_hidden_layers": 2,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 500,
-    "max_position_embeddings": 512,
-}
-
-
 @contextlib.contextmanager
 def tiny_prepared(folder: Path) -> Iterator[Prepared]:
     """A tiny model on the CPU; its configuration is written to `folder`."""
-    (folder / "config.json").write_text(json.dumps(_CONFIG))
-    settings = Settings(f"dummy:{folder}/config.json")
+    settings = Settings(tiny_dummy(folder))
     with contextlib.closing(prepare(settings, Silent())) as found:
         yield found
 
