@@ -68,6 +68,7 @@ from typing import TYPE_CHECKING, Any
 from interlace.connectors.base import CheckSetup, KVConnectorBase_V1
 from interlace.connectors.counted_metrics import CountedMetrics
 from interlace.connectors.kv_folders.identity import KVIdentity
+from interlace.connectors.pipeline.layer_pipeline import Pace
 from interlace.connectors.pipeline.messages import PipelineHandshake, PipelineMetadata
 from interlace.connectors.pipeline.options import PipelineOptions
 from interlace.connectors.pipeline.sched_metrics import NUMBERS
@@ -299,7 +300,7 @@ class PipelineConnector(KVConnectorBase_V1):
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         """Queue the step's loads, those within it layer by layer."""
         is_replayed = forward_context.cudagraph_runtime_mode is GraphMode.FULL
-        self._worker.start(self._metadata, by_layer=not is_replayed)
+        self._worker.start(self._metadata, Pace.IN_TWO if is_replayed else Pace.BY_LAYER)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Let the layer wait at its gate."""

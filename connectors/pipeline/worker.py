@@ -15,6 +15,7 @@ from interlace.connectors.pipeline.layer_pipeline import (
     FedTransfer,
     LaneCopies,
     LayerPipeline,
+    Pace,
     SaveTransfer,
     Visit,
 )
@@ -224,9 +225,8 @@ class PipelineWorker:
                 for transfer in one.lose():
                     pipeline.fence(transfer)
 
-    def start(self, metadata: PipelineMetadata, *, by_layer: bool = False) -> None:
-        """Begin a step, unless it has begun: queue its loads. `by_layer`: its layers will come by
-        `wait_for_layer`."""
+    def start(self, metadata: PipelineMetadata, pace: Pace = Pace.AT_ONCE) -> None:
+        """Begin a step, unless it has begun: queue its loads, those within it at this pace."""
         if metadata.step_id == self._begun_step:
             return
         opened = self._open
@@ -246,7 +246,7 @@ class PipelineWorker:
             pipelined = opened.pipeline.submit_load(
                 [load.runs for load in within],
                 metadata.step_id,
-                by_layer=by_layer,
+                pace=pace,
                 checks=[self._check(load.runs, load.checksums) for load in within],
             )
             self._step_loads.append(StepLoad(within, pipelined))

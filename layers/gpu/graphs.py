@@ -11,12 +11,12 @@ import contextlib
 import dataclasses
 import gc
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 
 from interlace.engine.errors import ConfigError
-from interlace.engine.ports import LayerGates, Progress
+from interlace.engine.ports import LateLayerGates, LayerGates, Progress
 from interlace.layers.attention import SequenceChunk
 from interlace.layers.gpu.forward import Answer, Bounds, Flow, FusedDecoder, Wanted
 from interlace.layers.gpu.inputs import InputBuffer, StepInputs, StepSize
@@ -55,8 +55,9 @@ class StepToReplay(NamedTuple):
     """What its requests compute."""
     hooks: LayerHooks | None = None
     """For a step in pieces; a full graph calls none."""
-    is_gated: bool = False
-    """Whether a full graph is to wait for the layer gates, all of which are armed for the step."""
+    arm_rest: Callable[[], bool] | None = None
+    """For a full graph that is to wait for the layer gates, all of which are armed for the step, or
+    those of the first layers: called when the first layers are launched, whether all are armed."""
 
 
 class Captured(Protocol):
@@ -77,8 +78,14 @@ class Captured(Protocol):
         """Whether it stands for steps alone whose keys can be gathered."""
         ...
 
-    def replay(self, step: StepToReplay) -> Answer:
-        """Queue a step: what comes out for all requests, padded; valid until the next replay."""
+    @property
+    def is_cut(self) -> bool:
+        """Whether late gates need not be armed before its first layers are launched."""
+        ...
+
+    def replay(self, step: StepToReplay) -> Answer | None:
+        """Queue a step: what comes out for all requests, padded; valid until the next replay. None:
+        its gates were not all armed in time, and what is queued of it comes to nothing."""
         ...
 
 
@@ -86,8 +93,8 @@ class Captured(Protocol):
 class _Full:
     size: StepSize
     graph: torch.cuda.CUDAGraph
-    gated: torch.cuda.CUDAGraph | None
-    """The same, waiting for the layer gates; None if there are none."""
+    gated: Sequence[torch.cuda.CUDAGraph]
+    """The same, waiting for the layer gates, in one or two parts; none if there are no gates."""
     answer: Answer
     gathers: bool
 
@@ -95,12 +102,20 @@ class _Full:
     def runtime_mode(self) -> GraphMode:
         return GraphMode.FULL
 
-    def replay(self, step: StepToReplay) -> Answer:
-        if step.is_gated:
-            assert self.gated is not None, "captured where there are gates"
-            self.gated.replay()
-        else:
+    @property
+    def is_cut(self) -> bool:
+        return len(self.gated) > 1
+
+    def replay(self, step: StepToReplay) -> Answer | None:
+        if step.arm_rest is None:
             self.graph.replay()
+            return self.answer
+        first, *rest = self.gated
+        first.replay()
+        for graph in rest:
+            if not step.arm_rest():
+                return None
+            graph.replay()
         return self.answer
 
 
@@ -121,6 +136,10 @@ class _Pieces:
     @property
     def gathers(self) -> bool:
         return False  # its attentions are planned step by step
+
+    @property
+    def is_cut(self) -> bool:
+        return False  # its gates are its hooks
 
     def replay(self, step: StepToReplay) -> Answer:
         self.graphs[0].replay()  # first: the device shall not wait for the host's preparations
@@ -260,12 +279,25 @@ class GraphPool:
             return self._forward.forward(inputs, attention, wanted, hooks, room=room)
 
         graph, answer = self._graph(work)
-        gated = None
-        if self._gates is not None:
-            waits = LayerHooks(wait=self._gates.wait_here, save=lambda layer: None)
-            gated, _ = self._graph(lambda: work(waits), is_new=False)
+        gated = () if self._gates is None else self._gated(work, self._gates)
         assert answer is not None, "a step has requests"
         return _Full(size, graph, gated, answer, gathers)
+
+    def _gated(
+        self, work: Callable[[LayerHooks], object], gates: LayerGates
+    ) -> tuple[torch.cuda.CUDAGraph, ...]:
+        """Capture `work`, which ran before, so that each layer waits for its gate; in two parts if
+        gates are late."""
+        cut = gates.num_first_layers if isinstance(gates, LateLayerGates) else 0
+        capture = _Capture(self._memory)
+
+        def wait(layer: int) -> None:
+            if layer and layer == cut:
+                capture.cut()
+            gates.wait_here(layer)
+
+        self._record(capture, lambda: work(LayerHooks(wait, save=lambda layer: None)))
+        return tuple(capture.graphs)
 
     def _room_of(self, size: StepSize) -> StepRoom:
         assert self._room is not None, "made before the first capture"
@@ -298,18 +330,47 @@ class GraphPool:
         """
         if is_new:
             work()
+        capture = _Capture(self._memory)
+        result = self._record(capture, work)
+        return capture.graphs[0], result
+
+    def _record(self, capture: _Capture, work: Callable[[], T]) -> T:
         torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(self._stream), _no_garbage_collection():
-            graph.capture_begin(pool=self._memory)
+            capture.begin()
             try:
                 result = work()
             except BaseException:
                 with contextlib.suppress(RuntimeError):  # what failed may have ended it
-                    graph.capture_end()
+                    capture.end()
                 raise
-            graph.capture_end()
-        return graph, result
+            capture.end()
+        return result
+
+
+class _Capture:
+    """What is queued on the current stream, as one graph or as several that follow each other: what
+    one leaves in tensors that are still held the next ones find."""
+
+    def __init__(self, memory: Any) -> None:
+        """`memory`: the pool that graphs take theirs from."""
+        self.graphs: list[torch.cuda.CUDAGraph] = []
+        self._memory = memory
+
+    def begin(self) -> None:
+        """Of the first graph, or of the next one."""
+        graph = torch.cuda.CUDAGraph()
+        graph.capture_begin(pool=self._memory)
+        self.graphs.append(graph)
+
+    def cut(self) -> None:
+        """What comes from now on belongs to the next graph."""
+        self.end()
+        self.begin()
+
+    def end(self) -> None:
+        """Of all."""
+        self.graphs[-1].capture_end()
 
 
 @contextlib.contextmanager
