@@ -106,6 +106,8 @@ if TYPE_CHECKING:
 
 _FIRST_LOOK_S = 10.0
 """What is found later is found all the same."""
+_LOOK_DELAY_S = 0.03
+"""A look takes the interpreter a millisecond or two, which a step's launch would wait for."""
 _CLOSE_S = 5.0
 CHECK_HOST_BYTES = 256 << 10
 """Of `interlace check`'s tiny engines: under a hundred records, so that they are reused."""
@@ -171,6 +173,7 @@ class PipelineConnector(KVConnectorBase_V1):
         stored = StoredBlocks(
             catalog,
             self.lanes.lane("look"),
+            delay_s=0.0 if is_replayed else _LOOK_DELAY_S,
             threshold=self.options.store_threshold,
             watch=None if is_replayed else Watch(catalog),
         )

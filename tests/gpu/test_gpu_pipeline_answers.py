@@ -286,8 +286,11 @@ async def test_long_chunks_over_gathered_keys_wait_for_their_layer(
         prompt = [*prefix, *some_tokens(100 + number, 300)]
         async with asyncio.timeout(PATIENCE_S):
             one = await engine.complete(prompt, params, kv_transfer_params={"skip_save": True})
-        assert one.logprobs is not None
-        top = [(int(token), float(value)) for token, value in one.logprobs[0].top]
+        top = []  # of who read so much poison that nothing can be sampled
+        if one.logprobs is not None:
+            top = [(int(token), float(value)) for token, value in one.logprobs[0].top]
+        else:
+            assert left_out is not None
         return one.usage.num_external_cached_tokens, top
 
     async with an_engine(
