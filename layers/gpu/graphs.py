@@ -57,6 +57,8 @@ class StepToReplay(NamedTuple):
     """For a step in pieces; a full graph calls none."""
     is_gated: bool = False
     """Whether a full graph is to wait for the layer gates, all of which are armed for the step."""
+    traced: torch.cuda.CUDAGraph | None = None
+    """In place of a full graph, one of `GraphPool.capture_traced` that does the same."""
 
 
 class Captured(Protocol):
@@ -90,13 +92,17 @@ class _Full:
     """The same, waiting for the layer gates; None if there are none."""
     answer: Answer
     gathers: bool
+    work: Callable[[LayerHooks | None], Answer | None]
+    """What was captured, around these hooks."""
 
     @property
     def runtime_mode(self) -> GraphMode:
         return GraphMode.FULL
 
     def replay(self, step: StepToReplay) -> Answer:
-        if step.is_gated:
+        if step.traced is not None:
+            step.traced.replay()
+        elif step.is_gated:
             assert self.gated is not None, "captured where there are gates"
             self.gated.replay()
         else:
@@ -262,10 +268,32 @@ class GraphPool:
         graph, answer = self._graph(work)
         gated = None
         if self._gates is not None:
-            waits = LayerHooks(wait=self._gates.wait_here, save=lambda layer: None)
-            gated, _ = self._graph(lambda: work(waits), is_new=False)
+            gated, _ = self._graph(lambda: work(self._waits()), is_new=False)
         assert answer is not None, "a step has requests"
-        return _Full(size, graph, gated, answer, gathers)
+        return _Full(size, graph, gated, answer, gathers, work)
+
+    def _waits(self) -> LayerHooks:
+        assert self._gates is not None, "a step is gated where there are gates"
+        return LayerHooks(wait=self._gates.wait_here, save=lambda layer: None)
+
+    def capture_traced(
+        self,
+        captured: Captured,
+        around: Callable[[LayerHooks | None], LayerHooks],
+        *,
+        is_gated: bool,
+    ) -> torch.cuda.CUDAGraph | None:
+        """A full graph once more, gated or not, with `around` its hooks: for who takes times. It
+        puts its answer where `captured` does. None for a step in pieces, whose hooks are called.
+
+        While steps run, so it waits for those under way first, and other threads may ask CUDA what
+        they like meanwhile. Raises: `torch.cuda.OutOfMemoryError`; then all is as it was.
+        """
+        if not isinstance(captured, _Full):
+            return None
+        hooks, work = around(self._waits() if is_gated else None), captured.work
+        graph, _ = self._graph(lambda: work(hooks), is_new=False, error_mode="thread_local")
+        return graph
 
     def _room_of(self, size: StepSize) -> StepRoom:
         assert self._room is not None, "made before the first capture"
@@ -290,7 +318,7 @@ class GraphPool:
         return _Pieces(size, forward, (*graphs, graph), room, answer)
 
     def _graph(
-        self, work: Callable[[], T], *, is_new: bool = True
+        self, work: Callable[[], T], *, is_new: bool = True, error_mode: str = "global"
     ) -> tuple[torch.cuda.CUDAGraph, T]:
         """Capture `work`. If it `is_new` it runs once before, so that all is compiled and loaded.
 
@@ -301,7 +329,7 @@ class GraphPool:
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(self._stream), _no_garbage_collection():
-            graph.capture_begin(pool=self._memory)
+            graph.capture_begin(pool=self._memory, capture_error_mode=error_mode)
             try:
                 result = work()
             except BaseException:
