@@ -17,9 +17,11 @@ from interlace.layers.cuda_streams import Streams, TimedEvent
 
 ANCHOR_S = 4.0
 """Between two anchors: a distance is right to 0.5 us then."""
-_ANCHOR_PATIENCE_S = 0.0002
-"""For another anchor; the first one is waited for."""
-_ANCHOR_TRIES = 3
+_MOST_LOOKS = 200
+"""At an anchor's event, a microsecond each: then it is tried again with the next step. The first
+one is waited for."""
+_FIRST_TRIES = 3
+"""Of which the narrowest counts."""
 _MOST_SPARE_EVENTS = 4096
 """Kept to be used again: making one takes longer than recording it."""
 
@@ -120,23 +122,23 @@ class EventMoments:
     def refresh(self) -> None:
         """See `Moments`."""
         if self._clock() - self.anchor.time_s >= ANCHOR_S:
-            self.anchor = self._look(_ANCHOR_PATIENCE_S) or self.anchor
+            self.anchor = self._look() or self.anchor
 
     def _first_anchor(self) -> Anchor:
-        found = [self._look(_ANCHOR_PATIENCE_S) for _ in range(_ANCHOR_TRIES)]
+        found = [self._look() for _ in range(_FIRST_TRIES)]
         narrowest = min((one for one in found if one), key=lambda one: one.give_s, default=None)
         return narrowest or self._waited_for()
 
-    def _look(self, patience_s: float) -> Anchor | None:
-        """A new anchor; None if its event has not passed in that time."""
+    def _look(self) -> Anchor | None:
+        """A new anchor; None if its event does not pass at once."""
         event = self._streams.timed_event()
         before_s = self._clock()
         event.record(self._idle_stream)
-        while not event.query():
-            if self._clock() - before_s > patience_s:
-                return None
-        after_s = self._clock()
-        return Anchor(event, (before_s + after_s) / 2, (after_s - before_s) / 2)
+        for _ in range(_MOST_LOOKS):
+            if event.query():
+                after_s = self._clock()
+                return Anchor(event, (before_s + after_s) / 2, (after_s - before_s) / 2)
+        return None
 
     def _waited_for(self) -> Anchor:
         event = self._streams.timed_event()

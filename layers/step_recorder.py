@@ -244,7 +244,7 @@ class StepRecorder:
         found: list[TransferTiming] = []
         for _ in range(len(self._pieces)):
             piece = self._pieces.popleft()
-            if not self.moments.has_passed(piece.end):
+            if not (self.moments.has_passed(piece.end) and self.moments.has_passed(piece.begin)):
                 self._pieces.append(piece)
                 continue
             told = self._tell(piece)
@@ -255,12 +255,12 @@ class StepRecorder:
 
     def _tell(self, piece: _Piece) -> TransferTiming | None:
         """None, and it counts as dropped, if whoever copied it cannot tell."""
-        begin, end = (self.moments.time_s(m, piece.anchor) for m in (piece.begin, piece.end))
         told: object = None
         try:
+            begin, end = (self.moments.time_s(m, piece.anchor) for m in (piece.begin, piece.end))
             told = piece.tell(begin, end)
         except Exception:
-            logger.warning("a connector could not tell of a transfer", exc_info=True)
+            logger.warning("it could not be told when a transfer's piece was copied", exc_info=True)
         if isinstance(told, TransferTiming):
             return told
         self._drop()
