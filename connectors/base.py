@@ -32,7 +32,7 @@ from interlace.engine.kv_connector import (
 )
 from interlace.engine.kv_connector_stats import KVConnectorPromMetrics, KVConnectorStats
 from interlace.engine.kv_events import KVCacheEvent, KVConnectorKVEvents
-from interlace.engine.ports import Lanes, LayerGates
+from interlace.engine.ports import Lanes, LayerGates, TransferRecorder
 from interlace.engine.request import Request
 from interlace.engine.scheduler_output import SchedulerOutput
 from interlace.engine.transfer_picture import ConnectorPicture
@@ -106,9 +106,9 @@ class KVConnectorBase_V1(ABC):  # noqa: N801 - the protocol's name
 
     Beside vLLM's protocol there are extensions, all of which a connector may leave alone: `lanes`,
     `get_layer_gates`, `get_compute_end`, `advance_transfers`, `get_late_load_errors`,
-    `get_transfer_pictures`, `KVConnectorMetadata.is_idle`, `default_load_failure_policy`,
-    `validate_config`, and what `interlace check` is told by `kv_is_synthetic`, `check_setup`,
-    `store_fault_kinds` and `inject_store_fault`.
+    `get_transfer_pictures`, `record_transfers`, `KVConnectorMetadata.is_idle`,
+    `default_load_failure_policy`, `validate_config`, and what `interlace check` is told by
+    `kv_is_synthetic`, `check_setup`, `store_fault_kinds` and `inject_store_fault`.
     """
 
     kv_is_synthetic: bool = False
@@ -360,6 +360,20 @@ class KVConnectorBase_V1(ABC):  # noqa: N801 - the protocol's name
         protocol.
         """
         return set()
+
+    def record_transfers(self, recorder: TransferRecorder | None) -> None:  # noqa: B027
+        """Somebody looks at the engine's steps: tell `recorder` what is copied when, until this is
+        called again with None.
+
+        Between steps, on the device thread, and only if somebody asked for it
+        (`AsyncEngine.record_steps`); what is under way need not be told of. For each piece, a layer
+        or a slice, a lane's work takes `mark()` before it copies and after it, and gives both to
+        `add` with what makes the `TransferTiming` of them. A piece without a begin or an end is not
+        told of. On a GPU a mark is an event on the current stream, so works of a lane that is a
+        stream take them as they queue their copies; a lane that is a thread beside a GPU keeps
+        silent. Of several workers the first one is asked. An exception is told to who wanted to
+        look, and ends nothing. An extension of the protocol.
+        """
 
     # ---------------------------------------------------------------- scheduler side
     # All on the event loop, while it plans or applies a step.

@@ -24,7 +24,8 @@ from interlace.engine.kv_connector import (
     KVConnectorMetadata,
     KVConnectorRole,
 )
-from interlace.engine.ports import LateLayerGates, LayerGates
+from interlace.engine.ports import LateLayerGates, LayerGates, TransferRecorder
+from interlace.engine.step_timings import TransferTiming
 from interlace.engine.transfer_picture import ConnectorPicture, pictures_of
 
 if TYPE_CHECKING:
@@ -72,6 +73,22 @@ class _AllLateGates(_AllGates):
     def arm_rest(self, step_id: int) -> None:
         for gates in self._late:
             gates.arm_rest(step_id)
+
+
+class _ChildRecorder:
+    """One child's `TransferRecorder`."""
+
+    def __init__(self, recorder: TransferRecorder, key: str) -> None:
+        self._recorder = recorder
+        self._key = key
+        self.mark = recorder.mark
+
+    def add(self, begin: Any, end: Any, tell: Callable[[float, float], TransferTiming]) -> None:
+        def told(begin_s: float, end_s: float) -> TransferTiming:
+            piece = tell(begin_s, end_s)
+            return dataclasses.replace(piece, lane=f"{self._key} {piece.lane}")
+
+        self._recorder.add(begin, end, told)
 
 
 class MultiWorkerSide(KVConnectorBase_V1):
@@ -176,6 +193,15 @@ class MultiWorkerSide(KVConnectorBase_V1):
             for child in self._children
             for number, one in enumerate(pictures_of(child.connector))
         )
+
+    def record_transfers(self, recorder: TransferRecorder | None) -> None:
+        """Of all children, whose lanes have the child's key before their names."""
+
+        def tell(child: Child) -> None:
+            own = None if recorder is None else _ChildRecorder(recorder, child.key)
+            child.connector.record_transfers(own)
+
+        self._children.each("record_transfers", tell)
 
     # ---------------------------------------------------------------- every step
 

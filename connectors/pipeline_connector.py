@@ -92,7 +92,7 @@ from interlace.engine.kv_connector import (
     KVConnectorWorkerMetadata,
 )
 from interlace.engine.kv_connector_stats import KVConnectorPromMetrics, KVConnectorStats
-from interlace.engine.ports import LayerGates
+from interlace.engine.ports import LayerGates, TransferRecorder
 from interlace.engine.request import Request
 from interlace.engine.scheduler_output import SchedulerOutput
 from interlace.engine.transfer_picture import ConnectorPicture
@@ -337,6 +337,11 @@ class PipelineConnector(KVConnectorBase_V1):
     def advance_transfers(self) -> bool:
         """Feed what goes on beside the steps, a slice or two."""
         return self._worker.advance()
+
+    def record_transfers(self, recorder: TransferRecorder | None) -> None:
+        """Of a step's own loads a piece is a group of layers, else a slice."""
+        if self._worker_side is not None:
+            self._worker_side.record(recorder)
 
     # ---------------------------------------------------------------- both
 

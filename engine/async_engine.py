@@ -12,8 +12,10 @@ import itertools
 import os
 import random
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -21,6 +23,7 @@ from interlace.engine.block_hash import HashMemo, TokenArray
 from interlace.engine.clock import MonotonicClock
 from interlace.engine.config import EngineConfig, KVTransferConfig, ModelConfig
 from interlace.engine.device_thread import DeviceThread, finish_despite_cancel, with_ordinary_errors
+from interlace.engine.engine_tracing import LAST_STEPS, EngineTracing, traced
 from interlace.engine.errors import (
     EngineBusyError,
     EngineDeadError,
@@ -50,7 +53,10 @@ from interlace.engine.request_stream import RequestStream
 from interlace.engine.sampling_params import SamplingParams
 from interlace.engine.scheduler import Scheduler
 from interlace.engine.snapshot import EngineSnapshot, take_snapshot
+from interlace.engine.step_recording import StepRecording
+from interlace.engine.step_timings import RecordingFacts
 from interlace.engine.tokenizer import Tokenizer
+from interlace.engine.trace_collector import TraceCollector
 from interlace.engine.transfer_picture import ConnectorPicture, joined_by_name, pictures_of
 
 if TYPE_CHECKING:
@@ -102,6 +108,7 @@ class AsyncEngine:
         self._recordings: list[MetricsRecording] = []
         self._metrics_servers: list[MetricsServer] = []
         self._metrics_ended = False
+        self._step_recording = StepRecording(runner, self._device, self._clock, self._events)
         self._scheduler = Scheduler(
             config.scheduler_config,
             config.cache_config,
@@ -162,6 +169,7 @@ class AsyncEngine:
     async def _release(self) -> None:
         """End all parts. Cancellation: they end all the same."""
         self._events.close()
+        self._step_recording.close()
         self._text_threads.shutdown(wait=False)
         try:
             await finish_despite_cancel(self._device.submit(self._close_parts))
@@ -558,6 +566,54 @@ class AsyncEngine:
         Beyond `max_pending` unread events the oldest are dropped and counted.
         """
         return self._events.subscribe(max_pending)
+
+    @asynccontextmanager
+    async def record_steps(self) -> AsyncIterator[RecordingFacts]:
+        """Time each layer of each step, and each piece of a transfer, while this is entered:
+
+            async with engine.record_steps(): ...
+
+        `events()` has them then, as `step.timed`, `layer.compute`, `layer.load`, `layer.save` and
+        `gate.failed`; without this nothing is timed, whoever reads events. Steps launched before
+        are not timed, and those under way at the end are waited for by the device thread. On a GPU
+        events are recorded between layers, which takes the host a few microseconds each; a full
+        graph is captured once more, with such events in it, when a step of its size first runs.
+
+        Any number of callers may have it entered. Raises: `EngineDeadError`; `ConnectorError` if
+        the connector will not tell of its transfers. Cancellation: recording ends all the same.
+        """
+        self._check_open()
+        async with self._step_recording.look() as facts:
+            yield facts
+
+    @asynccontextmanager
+    async def trace(
+        self, path: str | os.PathLike[str], *, last_steps: int = LAST_STEPS
+    ) -> AsyncIterator[EngineTracing]:
+        """Record the steps that run while this is entered, and write them to `path` at its end:
+
+            async with engine.trace("trace.json"): ...
+
+        `interlace trace` shows the file, and Perfetto opens it: see `interlace.engine.trace_file`.
+        It has the newest `last_steps` steps that compute, at most 8,192, with their layers, gate
+        waits, transfers and requests, and says how much was left out. It appears whole, replaces
+        what was there, and only its owner may read it. It holds ids of requests, and no text.
+
+        It is written however the context ends: by an exception, after the step loop has died.
+        Raises: `ConfigError`, on entering, for a file that cannot be written, or when writing
+        fails; and as `record_steps`. Cancellation: the file is written first.
+        """
+        self._check_open()
+        target = Path(path)
+
+        def begin() -> EngineTracing:
+            collector = TraceCollector(last_steps, self._clock.monotonic())
+            tracing = EngineTracing(target, self.events(), collector)
+            self._tasks.create_task(tracing.run(), name="interlace-trace")
+            return tracing
+
+        async with traced(target, last_steps, self.config, self.record_steps, begin) as tracing:
+            yield tracing
 
     def __repr__(self) -> str:
         state = "dead" if self._dead is not None else repr(self._scheduler)

@@ -14,6 +14,7 @@ from typing import ClassVar, Self
 
 from interlace.engine.kv_events import MEDIUM_GPU
 from interlace.engine.outputs import FinishReason
+from interlace.engine.step_timings import LayerTiming, StepTiming, TransferTiming
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -102,6 +103,60 @@ class StepDone(Event):
     """Requests that got them, in batch order; empty if nobody read events when they came."""
     tokens_s: float | None = None
     """When they were known, on the engine's clock; None likewise."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StepTimed(Event):
+    """How long a step took on its device; its `LayerCompute` come before. Only while the engine
+    records its steps, as those that follow here: see `AsyncEngine.record_steps`."""
+
+    name: ClassVar[str] = "step.timed"
+    timing: StepTiming
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LayerCompute(Event):
+    """A layer of a step was computed, with its wait at its gate."""
+
+    name: ClassVar[str] = "layer.compute"
+    step_id: int
+    timing: LayerTiming
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LayerLoad(Event):
+    """KV of some layers was loaded."""
+
+    name: ClassVar[str] = "layer.load"
+    timing: TransferTiming
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LayerSave(Event):
+    """KV of some layers was saved."""
+
+    name: ClassVar[str] = "layer.save"
+    timing: TransferTiming
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class GateFailed(Event):
+    """What a step loads of some layers did not come: their gate has opened all the same."""
+
+    name: ClassVar[str] = "gate.failed"
+    step_id: int
+    first_layer: int
+    end_layer: int
+    request_ids: tuple[str, ...]
+    error: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TimingsDropped(Event):
+    """Steps or copies came faster than they could be told, or never ended."""
+
+    name: ClassVar[str] = "timings.dropped"
+    number: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -23,6 +23,7 @@ from interlace.engine.outputs import ModelRunnerOutput
 from interlace.engine.ports import Clock, PendingStep, StepRunner
 from interlace.engine.scheduler import Scheduler
 from interlace.engine.scheduler_output import SchedulerOutput
+from interlace.engine.timing_events import publish_timings
 
 logger = logging.getLogger(__name__)
 
@@ -299,6 +300,8 @@ class StepLoop:
             if plan.total_num_scheduled_tokens or output.kv_connector_output is not None:
                 self._note_news()
             self._stayed_s = step.stayed_s
+            if output.timings is not None:
+                publish_timings(output.timings, self._events, self._clock.monotonic())
             updates = self._scheduler.take_tokens(plan, output)
             self._outputs.process(updates)
             has_news |= bool(updates)

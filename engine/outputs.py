@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from interlace.engine.kv_connector import KVConnectorOutput
+from interlace.engine.step_timings import Timings
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -114,3 +115,5 @@ class ModelRunnerOutput:
     """What the KV connector reports with this step; None if it has nothing to say."""
     num_stray_reports: int = 0
     """Reports of single workers that counted for nothing."""
+    timings: Timings | None = None
+    """Of steps and transfers that have ended by now; None unless the runner records."""

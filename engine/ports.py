@@ -19,6 +19,7 @@ from interlace.engine.kv_connector_stats import KVConnectorPromMetrics, KVConnec
 from interlace.engine.kv_events import KVCacheEvent, KVConnectorKVEvents
 from interlace.engine.outputs import ModelRunnerOutput
 from interlace.engine.scheduler_output import SchedulerOutput
+from interlace.engine.step_timings import RecordingFacts, Timings, TransferTiming
 from interlace.engine.transfer_picture import ConnectorPicture
 
 if TYPE_CHECKING:
@@ -73,6 +74,24 @@ class StepRunner(Protocol):
     def get_transfer_pictures(self) -> tuple[ConnectorPicture, ...]:
         """What the worker side of the connector, the first of several, shows; see
         `KVConnectorBase_V1`. The event loop's thread, at any time; never waits or raises."""
+        ...
+
+    def begin_recording(self, clock: Clock) -> RecordingFacts:
+        """Time every step that is launched from now on, and what connectors copy beside: outputs
+        have `timings` of what has ended by then. Times are told on `clock`, which any thread may
+        read. The device waits for none of it. Between steps; not while it records already.
+
+        A runner that cannot answers `RecordingFacts()`. Raises: `ConnectorError`; then nothing is
+        recorded.
+        """
+        ...
+
+    def end_recording(self) -> Timings:
+        """Time nothing more. What is left to tell: steps under way are waited for, and pieces of
+        transfers that have not ended count as dropped. Without `begin_recording` nothing happens.
+
+        Raises: `ConnectorError`; nothing is recorded any more then either.
+        """
         ...
 
     def close(self) -> None:
@@ -206,6 +225,21 @@ class LateLayerGates(LayerGates, Protocol):
 
     def arm_rest(self, step_id: int) -> None:
         """Arm the gates of the other layers. What it raises is a failed load."""
+        ...
+
+
+class TransferRecorder(Protocol):
+    """Takes down when pieces of transfers began and ended: see
+    `KVConnectorBase_V1.record_transfers`. It keeps what nobody has fetched up to a bound."""
+
+    def mark(self) -> Any:
+        """This moment: when all that the current stream has been given by now has ended, where the
+        device works by itself, and else now. Device thread, or any thread on a CPU."""
+        ...
+
+    def add(self, begin: Any, end: Any, tell: Callable[[float, float], TransferTiming]) -> None:
+        """A piece lies between two marks. `tell` is called with their times, in seconds on the
+        engine's clock, when both have passed: on the device thread, once or never. Any thread."""
         ...
 
 
@@ -389,6 +423,10 @@ class WorkerConnector(Protocol):
 
     def get_transfer_pictures(self) -> tuple[ConnectorPicture, ...]:
         """What this side shows: the one hook that is called on the event loop's thread."""
+        ...
+
+    def record_transfers(self, recorder: TransferRecorder | None) -> None:
+        """Tell `recorder` from now on what is copied when; None: nobody any more."""
         ...
 
     def shutdown(self) -> None:

@@ -24,6 +24,14 @@ class Event(Protocol):
         ...
 
 
+class TimedEvent(Event, Protocol):
+    """One that knows when it passed."""
+
+    def elapsed_time(self, other: Any) -> float:
+        """Milliseconds from its last record to that of `other`, both of which have passed."""
+        ...
+
+
 class Stream(Protocol):
     """As `torch.cuda.Stream` is."""
 
@@ -41,6 +49,11 @@ class Streams(Protocol):
 
     def event(self, *, is_external: bool = False) -> Event:
         """An event; a graph does not take an external one into itself, but waits for it."""
+        ...
+
+    def timed_event(self, *, is_external: bool = False) -> TimedEvent:
+        """One that knows when it passed; each replay of a graph in which an external one was
+        recorded records it again."""
         ...
 
     def current(self) -> Stream:
@@ -68,6 +81,11 @@ class CudaStreams:
     def event(self, *, is_external: bool = False) -> Event:
         """See `Streams`. Who waits for it sleeps."""
         event: Any = torch.cuda.Event(blocking=True, external=is_external)  # type: ignore[no-untyped-call]
+        return event  # type: ignore[no-any-return]
+
+    def timed_event(self, *, is_external: bool = False) -> TimedEvent:
+        """See `Streams`. Who waits for it does not sleep."""
+        event: Any = torch.cuda.Event(enable_timing=True, external=is_external)  # type: ignore[no-untyped-call]
         return event  # type: ignore[no-any-return]
 
     def current(self) -> Stream:

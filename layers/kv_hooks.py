@@ -31,7 +31,7 @@ from interlace.engine.kv_connector import (
 )
 from interlace.engine.kv_connector_stats import KVConnectorStats
 from interlace.engine.kv_events import KVConnectorKVEvents
-from interlace.engine.ports import LateLayerGates, LayerGates, WorkerConnector
+from interlace.engine.ports import LateLayerGates, LayerGates, TransferRecorder, WorkerConnector
 from interlace.engine.scheduler_output import SchedulerOutput
 from interlace.engine.transfer_picture import ConnectorPicture, pictures_of
 from interlace.layers.attention_backend import TritonAttentionBackend
@@ -61,6 +61,9 @@ class LayerHooks(NamedTuple):
     """`wait_for_layer_load`, before."""
     save: Callable[[int], None]
     """`save_kv_layer`, after."""
+    end: Callable[[], None] | None = None
+    """Behind all of the last layer, for who takes times; not where that is within a piece that was
+    captured."""
 
 
 class KVHooks:
@@ -223,6 +226,11 @@ class KVHooks:
         """What the connector shows. The event loop's thread; never waits or raises."""
         return pictures_of(self._connector)
 
+    def record_transfers(self, recorder: TransferRecorder | None) -> None:
+        """Let the connector tell `recorder` of its copies; None: no more. Raises:
+        `ConnectorError`."""
+        self._call("record_transfers", recorder)
+
     def late_load_errors(self) -> set[int]:
         """The tokens of a step that loads within itself have come: blocks that are bad.
 
@@ -273,19 +281,7 @@ class KVHooks:
 
     def maybe_transfer_kv_layer(self, attend: Attend, output: SchedulerOutput) -> Attend:
         """`attend` with the layer hooks around it, if there are any: see `layer_hooks`."""
-        hooks = self.layer_hooks(output)
-        if hooks is None:
-            return attend
-
-        def attend_and_transfer(
-            layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-        ) -> torch.Tensor:
-            hooks.wait(layer)
-            attended = attend(layer, q, k, v)
-            hooks.save(layer)
-            return attended
-
-        return attend_and_transfer
+        return with_hooks(attend, self.layer_hooks(output))
 
     def write_cache_only(self, output: SchedulerOutput, write: Callable[[], None]) -> None:
         """`write` the cache-only layer, the last one, with the same hooks as around attention."""
@@ -315,6 +311,22 @@ class KVHooks:
     def _name(self, hook: str) -> str:
         """`Class.hook`, for messages."""
         return f"{type(self._connector).__name__}.{hook}"
+
+
+def with_hooks(attend: Attend, hooks: LayerHooks | None) -> Attend:
+    """`attend` with the hooks around it; None: without."""
+    if hooks is None:
+        return attend
+
+    def attend_and_transfer(
+        layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> torch.Tensor:
+        hooks.wait(layer)
+        attended = attend(layer, q, k, v)
+        hooks.save(layer)
+        return attended
+
+    return attend_and_transfer
 
 
 def _layer(name: str, pages: torch.Tensor) -> AttentionLayer | CacheOnlyAttentionLayer:

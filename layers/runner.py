@@ -12,15 +12,19 @@ import torch
 
 from interlace.engine.kv_connector import KVConnectorHandshakeMetadata
 from interlace.engine.outputs import ModelRunnerOutput
-from interlace.engine.ports import PendingStep, WorkerConnector
+from interlace.engine.ports import Clock, PendingStep, WorkerConnector
 from interlace.engine.scheduler_output import SchedulerOutput
+from interlace.engine.step_timings import RecordingFacts, Timings
 from interlace.engine.transfer_picture import ConnectorPicture
 from interlace.layers.attention import SequenceChunk
 from interlace.layers.decoder import Decoder
+from interlace.layers.hardware.host import processor
 from interlace.layers.hidden_states import StateRoom
 from interlace.layers.kv_pages import KVPages
+from interlace.layers.moments import ClockMoments
 from interlace.layers.request_sampling import sample_requests
 from interlace.layers.runner_state import RunnerRequest, RunnerState
+from interlace.layers.step_recorder import StepRecorder, StepTimer
 from interlace.layers.workers import Workers
 
 
@@ -43,6 +47,7 @@ class ModelRunner:
         self._eos_token_ids = frozenset(eos_token_ids)
         self._states = StateRoom(decoder, hidden_state_layer_ids)
         self._workers = Workers(pages, connectors)
+        self._recorder: StepRecorder | None = None  # while somebody looks
 
     def get_handshake_metadata(self) -> dict[int, KVConnectorHandshakeMetadata]:
         """See `StepRunner`."""
@@ -56,6 +61,22 @@ class ModelRunner:
         """See `StepRunner`."""
         return self._workers.get_transfer_pictures()
 
+    def begin_recording(self, clock: Clock) -> RecordingFacts:
+        """See `StepRunner`."""
+        num_layers = self.decoder.architecture.num_layers
+        recorder = StepRecorder(ClockMoments(clock.monotonic), num_layers)
+        self._workers.record_transfers(recorder)
+        self._recorder = recorder
+        return RecordingFacts("host", processor().model, num_layers)
+
+    def end_recording(self) -> Timings:
+        """See `StepRunner`."""
+        recorder, self._recorder = self._recorder, None
+        if recorder is None:
+            return Timings()
+        self._workers.record_transfers(None)
+        return recorder.close()
+
     @property
     def works_ahead(self) -> bool:
         """No: a CPU has computed a step when its launch returns."""
@@ -64,6 +85,8 @@ class ModelRunner:
     def launch(self, scheduler_output: SchedulerOutput) -> PendingStep:
         """See `StepRunner`: here all is computed at once."""
         output = self.execute(scheduler_output)
+        if self._recorder is not None:
+            output = self._recorder.with_timings(output)
         return lambda: output
 
     def advance_transfers(self) -> bool:
@@ -76,7 +99,7 @@ class ModelRunner:
 
         An exception is fatal for the engine, except those that `sample` reports per request.
         """
-        workers = self._workers
+        workers, timer = self._workers, self._begin_step(scheduler_output)
         workers.handle_preemptions(scheduler_output)
         requests = self.state.update(scheduler_output)
         if scheduler_output.zeroed_block_ids:
@@ -98,11 +121,13 @@ class ModelRunner:
             if request.req_id in scheduler_output.sampling_req_ids
         ]
         rows = torch.from_numpy(last[sampling])
-        hidden = self._forward(scheduler_output, requests, chunks, rows)
+        hidden = self._forward(scheduler_output, requests, chunks, rows, timer)
         output = ModelRunnerOutput()
         if sampling:
             logits = self.decoder.logits(hidden)
             output = sample_requests(logits, [requests[i] for i in sampling], self._eos_token_ids)
+        if timer is not None:
+            timer.end()
         reports = workers.collect(scheduler_output)
         return workers.with_reports(output, reports, workers.late_load_errors(scheduler_output))
 
@@ -110,6 +135,12 @@ class ModelRunner:
         """Let the connectors end; drop pages and requests."""
         self._workers.close()
         self.state = RunnerState()
+
+    def _begin_step(self, output: SchedulerOutput) -> StepTimer | None:
+        """None of a step without tokens, and while nobody looks."""
+        if self._recorder is None or not output.num_scheduled_tokens:
+            return None
+        return self._recorder.begin_step(output)
 
     def _zero_begun_blocks(self, chunks: Sequence[SequenceChunk]) -> None:
         """Zero the blocks that this step begins and does not fill, before anything reads them."""
@@ -128,6 +159,7 @@ class ModelRunner:
         requests: Sequence[RunnerRequest],
         chunks: Sequence[SequenceChunk],
         rows: torch.Tensor,
+        timer: StepTimer | None = None,
     ) -> torch.Tensor:
         """Hidden states of `rows` of the batch; the connector's hooks run around and within."""
         token_ids = np.concatenate(
@@ -137,11 +169,15 @@ class ModelRunner:
             ]
         )
         positions = np.concatenate([np.arange(chunk.start, chunk.end) for chunk in chunks])
-        attend = self._workers.pre_forward(output, chunks, self.decoder.architecture.num_heads)
+        around = None if timer is None else timer.around
+        num_heads = self.decoder.architecture.num_heads
+        attend = self._workers.pre_forward(output, chunks, num_heads, around)
         kept, states = self._states.make(len(token_ids))
         hidden = self.decoder.forward(
             torch.from_numpy(token_ids), torch.from_numpy(positions), attend, rows, states
         )
+        if timer is not None:
+            timer.end_layers()
         if kept is not None:
             self._workers.write_cache_only(output, kept, self._workers.slots)
         self._workers.post_forward()

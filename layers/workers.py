@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Collection, Sequence
+from typing import TypeAlias
 
 import torch
 
@@ -16,15 +17,17 @@ from interlace.engine.errors import ConnectorError
 from interlace.engine.kv_connector import KVConnectorHandshakeMetadata, KVConnectorOutput
 from interlace.engine.kv_output_aggregator import KVOutputAggregator
 from interlace.engine.outputs import ModelRunnerOutput
-from interlace.engine.ports import LayerGates, WorkerConnector
+from interlace.engine.ports import LayerGates, TransferRecorder, WorkerConnector
 from interlace.engine.scheduler_output import BlockCopy, SchedulerOutput
 from interlace.engine.transfer_picture import ConnectorPicture
 from interlace.layers.attention import PagedAttention, SequenceChunk
 from interlace.layers.decoder import Attend
 from interlace.layers.forward_context import TritonAttentionMetadata
 from interlace.layers.graph_mode import GraphMode
-from interlace.layers.kv_hooks import KVHooks, LayerHooks
+from interlace.layers.kv_hooks import KVHooks, LayerHooks, with_hooks
 from interlace.layers.kv_pages import KVPages
+
+AroundHooks: TypeAlias = Callable[[LayerHooks | None], LayerHooks]
 
 
 class Workers:
@@ -67,6 +70,12 @@ class Workers:
         """See `StepRunner`."""
         return self._hooks[0].get_transfer_pictures() if self._hooks else ()
 
+    def record_transfers(self, recorder: TransferRecorder | None) -> None:
+        """Let the first worker's connector tell of its copies; None: no more. Raises:
+        `ConnectorError`."""
+        if self._hooks:
+            self._hooks[0].record_transfers(recorder)
+
     def set_finished_count(self, count: int | None) -> None:
         """See `StepRunner`."""
         most = len(self.pages)
@@ -94,11 +103,16 @@ class Workers:
             hooks.handle_preemptions(output)
 
     def pre_forward(
-        self, output: SchedulerOutput, chunks: Sequence[SequenceChunk], num_heads: int
+        self,
+        output: SchedulerOutput,
+        chunks: Sequence[SequenceChunk],
+        num_heads: int,
+        around: AroundHooks | None = None,
     ) -> Attend:
         """Let the step's loads begin. Returns its attention, with the layer hooks around it.
 
-        `num_heads` are the model's query heads. Raises: `ConnectorError`.
+        `num_heads` are the model's query heads. `around` puts something around the hooks of the
+        first worker, which may have none. Raises: `ConnectorError`.
         """
         size = len(self.pages)
         first = PagedAttention(self.pages[0], chunks, num_heads // size)
@@ -114,6 +128,9 @@ class Workers:
                 hooks.maybe_transfer_kv_layer(attend, output)
                 for hooks, attend in zip(self._hooks, paged, strict=True)
             ]
+        if around is not None:
+            own = self._hooks[0].layer_hooks(output) if self._hooks else None
+            self._attends[0] = with_hooks(first, around(own))
         return self._attends[0] if size == 1 else self._attend
 
     def begin_loads(

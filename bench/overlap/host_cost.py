@@ -23,6 +23,7 @@ from interlace.engine.request import Request
 from interlace.engine.sampling_params import SamplingParams
 from interlace.engine.scheduler import Scheduler
 from interlace.engine.scheduler_output import SchedulerOutput
+from interlace.engine.step_timings import RecordingFacts, Timings
 from interlace.engine.transfer_picture import ConnectorPicture
 
 if TYPE_CHECKING:
@@ -60,6 +61,14 @@ class HookRunner:
     def set_finished_count(self, count: int | None) -> None:
         """See `StepRunner`."""
         self._workers.set_finished_count(count)
+
+    def begin_recording(self, clock: Clock) -> RecordingFacts:
+        """Not this one."""
+        return RecordingFacts()
+
+    def end_recording(self) -> Timings:
+        """Nothing was."""
+        return Timings()
 
     def get_transfer_pictures(self) -> tuple[ConnectorPicture, ...]:
         """See `StepRunner`."""

@@ -39,6 +39,7 @@ from interlace.connectors.pipeline.worker_deadlines import PatientFeeder
 from interlace.connectors.pipeline.worker_feeder import Copies, FedTransfer, Visit
 from interlace.connectors.pipeline.worker_joint_save import SavePart, joint_saves
 from interlace.connectors.pipeline.worker_loads import Pace, PipelinedLoad
+from interlace.connectors.pipeline.worker_notes import LoadNotes, SliceNotes
 from interlace.connectors.pipeline.worker_times import (
     ClockStopwatch,
     EventStopwatch,
@@ -46,7 +47,7 @@ from interlace.connectors.pipeline.worker_times import (
     TransferStats,
 )
 from interlace.engine.errors import ConfigError, ConnectorError, LaneClosedError, LaneFullError
-from interlace.engine.ports import Gate, Lanes, LayerGates
+from interlace.engine.ports import Gate, Lanes, LayerGates, TransferRecorder
 from interlace.engine.transfer_picture import LanePicture
 from interlace.layers.cuda_gates import GraphGate
 from interlace.layers.cuda_lanes import CudaLane, CudaLanes
@@ -162,6 +163,7 @@ class LayerPipeline:
         self._may_write_late = False  # a copy of it that was given up
         self._num_late = 0  # loads within steps, since the start
         self._gates = self._make_gates(lanes) if isinstance(lanes, CudaLanes) else None
+        self._recorder: TransferRecorder | None = None  # while somebody looks
 
     @classmethod
     def over(
@@ -189,6 +191,12 @@ class LayerPipeline:
     def _make_gates(self, lanes: CudaLanes) -> PipelineGates:
         gates = [lanes.graph_gate() for _ in self._groups.ranges]
         return PipelineGates(gates, self._groups, self._arm_rest)
+
+    def record(self, recorder: TransferRecorder | None) -> None:
+        """Tell this one of what is copied from now on; None: nobody."""
+        self._recorder = recorder
+        self._bulk.notes = None if recorder is None else SliceNotes(recorder, "load")
+        self._store.notes = None if recorder is None else SliceNotes(recorder, "save")
 
     @property
     def layer_gates(self) -> LayerGates | None:
@@ -226,6 +234,7 @@ class LayerPipeline:
         *,
         pace: Pace = Pace.AT_ONCE,
         checks: Sequence[LoadCheck | None] = (),
+        request_ids: Sequence[str] = (),
     ) -> PipelinedLoad:
         """Load the runs of all parts within step `step_id`, and arm its gates.
 
@@ -233,13 +242,15 @@ class LayerPipeline:
         sooner: `BY_LAYER` is for a step that calls `wait` for each layer, and then no captured
         graph may wait for the gates; `IN_TWO` for one whose graph is cut behind the first layers.
         `checks`, of each part, are queued behind the last layer when the step is: see
-        `PipelinedLoad.check_gate`.
+        `PipelinedLoad.check_gate`. `request_ids`, of each part, are for who looks.
 
         The load before must be done, or its step over. What goes wrong is in `errors`, part by
         part; never raises for it.
         """
         runs = [tuple(part) for part in parts]
-        load = PipelinedLoad(self._copies, runs, self._groups, self.watch, checks)
+        recorder = self._recorder
+        notes = None if recorder is None else LoadNotes(recorder, step_id, request_ids)
+        load = PipelinedLoad(self._copies, runs, self._groups, self.watch, checks, notes)
         load.on_streams = self.is_on_streams
         if self._load is not None:
             self._loaded_bytes += self._load.seen_bytes

@@ -40,7 +40,7 @@ from interlace.connectors.pipeline.worker_samples import StepSampler
 from interlace.connectors.pipeline.worker_step_load import StepLoad
 from interlace.connectors.slab_store.space import Space
 from interlace.engine.errors import ConnectorError
-from interlace.engine.ports import Lanes, LayerGates
+from interlace.engine.ports import Lanes, LayerGates, TransferRecorder
 from interlace.engine.transfer_picture import ConnectorPicture
 from interlace.layers.cuda_host_memory import CudaHostMemory, HostMemory
 from interlace.layers.cuda_lanes import CudaLanes
@@ -248,6 +248,7 @@ class PipelineWorker:
                 metadata.step_id,
                 pace=pace,
                 checks=[self._check(load.runs, load.checksums) for load in within],
+                request_ids=[load.request_id for load in within],
             )
             self._step_loads.append(StepLoad(within, pipelined))
             self._pictures.note_step_load(pipelined, len(within))
@@ -563,6 +564,11 @@ class PipelineWorker:
             opened.pipeline.lanes_seen(),
             self._load_rate or None,
         )
+
+    def record(self, recorder: TransferRecorder | None) -> None:
+        """See `KVConnectorBase_V1.record_transfers`."""
+        if self._opened is not None:
+            self._opened.pipeline.record(recorder)
 
     def close(self) -> None:
         """Give up what has not begun, wait for what has, and let go of the records. May be

@@ -7,6 +7,7 @@ more than a window of bytes is queued at a time, and nothing more while others a
 from __future__ import annotations
 
 import enum
+import functools
 import math
 import threading
 import time
@@ -15,6 +16,7 @@ from collections.abc import Callable, Iterable
 from typing import NamedTuple, Protocol, TypeAlias
 
 from interlace.connectors.pipeline.worker_checks import LoadCheck
+from interlace.connectors.pipeline.worker_notes import SliceNotes
 from interlace.connectors.pipeline.worker_times import Stopwatch, TransferMeter, TransferStats
 from interlace.engine.errors import ConnectorError, LaneClosedError, LaneFullError
 from interlace.engine.ports import Gate, Lane
@@ -253,6 +255,13 @@ class FedTransfer:
             if one.may_be_last:
                 self._meter.end()
 
+    def copy_noted(self, one: Slice, notes: SliceNotes, lane: str) -> None:
+        """As `copy`, while somebody looks."""
+        begun = notes.begin(self._meter)
+        self.copy(one)
+        layers = range(one.first_layer, one.end_layer)
+        notes.end(begun, lane, self, layers, one.runs, self._meter)
+
     def queue_check(self, check: LoadCheck, one: Slice) -> None:
         """Behind the copies of a slice, if blocks are whole then. On the lane."""
         if one.may_be_last:
@@ -309,6 +318,8 @@ class Feeder:
         self._fed_calls = 0.0
         self.num_bytes = 0
         """Of what has ended, since it was made."""
+        self.notes: SliceNotes | None = None
+        """Taken of slices that are fed from now on, while somebody looks."""
 
     def add(
         self, runs: tuple[Run, ...], after: Gate | None = None, *, window_bytes: int = 0
@@ -383,8 +394,12 @@ class Feeder:
         if transfer.after is not None:
             self.lane.wait(transfer.after)
             transfer.after = None
+        notes, name = self.notes, self.lane.name
+        work = functools.partial(transfer.copy, one)
+        if notes is not None:
+            work = functools.partial(transfer.copy_noted, one, notes, name)
         try:
-            gate = self.lane.submit(lambda: transfer.copy(one))
+            gate = self.lane.submit(work)
         except (LaneFullError, LaneClosedError) as error:
             transfer.fail(error)
             return

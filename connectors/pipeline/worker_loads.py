@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from interlace.connectors.pipeline.layer_groups import LayerGroups
 from interlace.connectors.pipeline.worker_checks import LoadCheck
 from interlace.connectors.pipeline.worker_feeder import Copies
+from interlace.connectors.pipeline.worker_notes import LoadNotes
 from interlace.connectors.pipeline.worker_times import Stopwatch, TransferMeter, TransferStats
 from interlace.engine.errors import ConnectorError
 from interlace.engine.ports import Gate
@@ -41,9 +42,10 @@ class PipelinedLoad:
         groups: LayerGroups,
         watch: Stopwatch,
         checks: Sequence[LoadCheck | None] = (),
+        notes: LoadNotes | None = None,
     ) -> None:
         """For `LayerPipeline`. A part whose runs do not fit has failed. `checks`: of each part, if
-        there are any."""
+        there are any. `notes` are taken while somebody looks."""
         self.errors: list[BaseException | None] = [None] * len(parts)
         """Of each part, why it is not in the pages. Final when its last group's gate has opened; on
         a GPU as soon as that group was submitted."""
@@ -70,6 +72,7 @@ class PipelinedLoad:
         self.submit_s = 0.0
         """For which the host was busy with submitting it, so far."""
         self._meter = TransferMeter(watch)
+        self._notes = notes
         self._runs: list[Runs | None] = [self._prepared(i, part) for i, part in enumerate(parts)]
         self._num_blocks = sum(runs.num_blocks for runs in self._runs if runs is not None)
         self.num_groups = len(groups.ranges) if self._num_blocks else 0
@@ -154,12 +157,15 @@ class PipelinedLoad:
         with self._lock:
             if self.is_given_up:
                 return
+            begun = None if self._notes is None else self._notes.begin(self._meter)
             self._meter.begin()
             for part, runs in enumerate(self._runs):
                 if runs is not None:
                     self._copy(part, layers, runs)
             if layers.stop == self._groups.num_layers:
                 self._meter.end()
+            if self._notes is not None and begun is not None:
+                self._notes.end(begun, layers, self._runs, self._meter, self.errors)
 
     def _may_copy(self, part: int) -> bool:
         return self.errors[part] is None and not self.is_given_up

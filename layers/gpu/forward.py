@@ -8,7 +8,7 @@ waits, and whatever is allocated can come from a graph's own pool.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -138,7 +138,8 @@ class FusedDecoder:
                 hooks.save(layer)
             if layer < self.num_layers - 1:
                 flow = self.between(layer, flow.x, attended, states)
-        return self.last(wanted, flow.x, attended, states, room)
+        end = None if hooks is None else hooks.end
+        return self.last(wanted, flow.x, attended, states, room, end)
 
     def attention(
         self, inputs: StepInputs, bounds: Bounds, chunks: Sequence[SequenceChunk] = ()
@@ -263,14 +264,18 @@ class FusedDecoder:
         attended: Tensor,
         states: Mapping[int, Tensor] = NO_STATES,
         room: StepRoom | None = None,
+        end_layers: Callable[[], None] | None = None,
     ) -> Answer | None:
-        """From the last attention to what comes out; None if nothing is wanted."""
+        """From the last attention to what comes out; None if nothing is wanted. `end_layers` is
+        called behind the last layer, unless that ends with its attention."""
         decoder, all_rows = self._decoder, self.num_layers in states
         if not all_rows and len(wanted.rows) == 0:  # KV is written: nothing else is wanted
             return None
         if not all_rows:
             x, attended = x[wanted.last_tokens], attended[wanted.last_tokens]
         delta = self._rest(decoder.layers[-1], x, attended)
+        if end_layers is not None:
+            end_layers()
         normed = self._normed(x, delta, decoder.norm)
         if all_rows:
             states[self.num_layers].copy_(normed)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import bisect
 import contextlib
 import dataclasses
+import functools
 import gc
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -58,6 +59,8 @@ class StepToReplay(NamedTuple):
     arm_rest: Callable[[], bool] | None = None
     """For a full graph that is to wait for the layer gates, all of which are armed for the step, or
     those of the first layers: called when the first layers are launched, whether all are armed."""
+    traced: Sequence[torch.cuda.CUDAGraph] | None = None
+    """In place of a full graph, what `GraphPool.capture_traced` made of it."""
 
 
 class Captured(Protocol):
@@ -97,6 +100,8 @@ class _Full:
     """The same, waiting for the layer gates, in one or two parts; none if there are no gates."""
     answer: Answer
     gathers: bool
+    work: Callable[[LayerHooks | None], Answer | None]
+    """What was captured, around these hooks."""
 
     @property
     def runtime_mode(self) -> GraphMode:
@@ -107,13 +112,9 @@ class _Full:
         return len(self.gated) > 1
 
     def replay(self, step: StepToReplay) -> Answer | None:
-        if step.arm_rest is None:
-            self.graph.replay()
-            return self.answer
-        first, *rest = self.gated
-        first.replay()
-        for graph in rest:
-            if not step.arm_rest():
+        parts = step.traced or ((self.graph,) if step.arm_rest is None else self.gated)
+        for number, graph in enumerate(parts):
+            if number and step.arm_rest is not None and not step.arm_rest():
                 return None
             graph.replay()
         return self.answer
@@ -279,24 +280,45 @@ class GraphPool:
             return self._forward.forward(inputs, attention, wanted, hooks, room=room)
 
         graph, answer = self._graph(work)
-        gated = () if self._gates is None else self._gated(work, self._gates)
+        gated = () if self._gates is None else self._in_parts(work, self._gates)
         assert answer is not None, "a step has requests"
-        return _Full(size, graph, gated, answer, gathers)
+        return _Full(size, graph, gated, answer, gathers, work)
 
-    def _gated(
-        self, work: Callable[[LayerHooks], object], gates: LayerGates
+    def capture_traced(
+        self,
+        captured: Captured,
+        around: Callable[[LayerHooks | None], LayerHooks],
+        *,
+        is_gated: bool,
+    ) -> tuple[torch.cuda.CUDAGraph, ...]:
+        """A full graph once more, gated or not, in as many parts, with `around` its hooks: for who
+        takes times. It puts its answer where `captured` does. None of a step in pieces, whose hooks
+        are called.
+
+        While steps run, so it waits for those under way first, and other threads may ask CUDA what
+        they like meanwhile. Raises: `torch.cuda.OutOfMemoryError`; then all is as it was.
+        """
+        if not isinstance(captured, _Full):
+            return ()
+        gates = self._gates if is_gated else None
+        return self._in_parts(captured.work, gates, around, error_mode="thread_local")
+
+    def _in_parts(
+        self,
+        work: Callable[[LayerHooks], object],
+        gates: LayerGates | None,
+        around: Callable[[LayerHooks | None], LayerHooks] | None = None,
+        *,
+        error_mode: str = "global",
     ) -> tuple[torch.cuda.CUDAGraph, ...]:
         """Capture `work`, which ran before, so that each layer waits for its gate; in two parts if
-        gates are late."""
-        cut = gates.num_first_layers if isinstance(gates, LateLayerGates) else 0
-        capture = _Capture(self._memory)
-
-        def wait(layer: int) -> None:
-            if layer and layer == cut:
-                capture.cut()
-            gates.wait_here(layer)
-
-        self._record(capture, lambda: work(LayerHooks(wait, save=lambda layer: None)))
+        gates are late. `around` its hooks."""
+        capture = _Capture(self._memory, error_mode)
+        hooks = None if gates is None else _waits(gates, capture)
+        if around is not None:
+            hooks = around(hooks)
+        assert hooks is not None, "there are gates, or somebody takes times"
+        self._record(capture, functools.partial(work, hooks))
         return tuple(capture.graphs)
 
     def _room_of(self, size: StepSize) -> StepRoom:
@@ -322,7 +344,7 @@ class GraphPool:
         return _Pieces(size, forward, (*graphs, graph), room, answer)
 
     def _graph(
-        self, work: Callable[[], T], *, is_new: bool = True
+        self, work: Callable[[], T], *, is_new: bool = True, error_mode: str = "global"
     ) -> tuple[torch.cuda.CUDAGraph, T]:
         """Capture `work`. If it `is_new` it runs once before, so that all is compiled and loaded.
 
@@ -352,15 +374,17 @@ class _Capture:
     """What is queued on the current stream, as one graph or as several that follow each other: what
     one leaves in tensors that are still held the next ones find."""
 
-    def __init__(self, memory: Any) -> None:
-        """`memory`: the pool that graphs take theirs from."""
+    def __init__(self, memory: Any, error_mode: str = "global") -> None:
+        """`memory`: the pool that graphs take theirs from. `error_mode`: torch's, which says who
+        else may use CUDA meanwhile."""
         self.graphs: list[torch.cuda.CUDAGraph] = []
         self._memory = memory
+        self._error_mode = error_mode
 
     def begin(self) -> None:
         """Of the first graph, or of the next one."""
         graph = torch.cuda.CUDAGraph()
-        graph.capture_begin(pool=self._memory)
+        graph.capture_begin(pool=self._memory, capture_error_mode=self._error_mode)
         self.graphs.append(graph)
 
     def cut(self) -> None:
@@ -371,6 +395,18 @@ class _Capture:
     def end(self) -> None:
         """Of all."""
         self.graphs[-1].capture_end()
+
+
+def _waits(gates: LayerGates, capture: _Capture) -> LayerHooks:
+    """Hooks that let each layer wait for its gate, and cut the graph where late ones want that."""
+    cut = gates.num_first_layers if isinstance(gates, LateLayerGates) else 0
+
+    def wait(layer: int) -> None:
+        if layer and layer == cut:
+            capture.cut()
+        gates.wait_here(layer)
+
+    return LayerHooks(wait, save=lambda layer: None)
 
 
 @contextlib.contextmanager

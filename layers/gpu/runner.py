@@ -17,15 +17,24 @@ import torch
 from interlace.engine.errors import ConfigError
 from interlace.engine.kv_connector import KVConnectorHandshakeMetadata
 from interlace.engine.outputs import ModelRunnerOutput
-from interlace.engine.ports import LateLayerGates, PendingStep, Progress, WorkerConnector
+from interlace.engine.ports import (
+    Clock,
+    LateLayerGates,
+    PendingStep,
+    Progress,
+    WorkerConnector,
+)
 from interlace.engine.scheduler_output import SchedulerOutput
+from interlace.engine.step_timings import RecordingFacts, Timings
 from interlace.engine.transfer_picture import ConnectorPicture
 from interlace.layers.attention import SequenceChunk
 from interlace.layers.batch_sampler import Draw, draw_tokens, fits
+from interlace.layers.cuda_streams import CudaStreams
 from interlace.layers.decoder import Decoder
 from interlace.layers.gpu.forward import Answer, Bounds, FusedDecoder, Wanted
 from interlace.layers.gpu.graphs import LOWER_WHAT, Captured, GraphPool, GraphSizes, StepToReplay
 from interlace.layers.gpu.inputs import BatchItem, InputBuffer, StepInputs, StepSize
+from interlace.layers.gpu.recording import GpuRecording, facts_of
 from interlace.layers.gpu.room import StepRoom
 from interlace.layers.gpu.sampling import (
     EndedStep,
@@ -106,6 +115,7 @@ class GpuRunner:
         self._pending: deque[Lazily[ModelRunnerOutput]] = (
             deque()
         )  # launched, and maybe not waited for
+        self._recording: GpuRecording | None = None  # while somebody looks
 
     def get_handshake_metadata(self) -> dict[int, KVConnectorHandshakeMetadata]:
         """See `StepRunner`."""
@@ -118,6 +128,22 @@ class GpuRunner:
     def get_transfer_pictures(self) -> tuple[ConnectorPicture, ...]:
         """See `StepRunner`."""
         return self._workers.get_transfer_pictures()
+
+    def begin_recording(self, clock: Clock) -> RecordingFacts:
+        """See `StepRunner`."""
+        device, num_layers = self._decoder.device, self._forward.num_layers
+        recording = GpuRecording(CudaStreams(device), self._graphs, num_layers, clock)
+        self._workers.record_transfers(recording.recorder)
+        self._recording = recording
+        return facts_of(device, num_layers)
+
+    def end_recording(self) -> Timings:
+        """See `StepRunner`."""
+        recording, self._recording = self._recording, None
+        if recording is None:
+            return Timings()
+        self._workers.record_transfers(None)
+        return recording.recorder.close()
 
     def capture(self, mode: GraphMode, sizes: GraphSizes, progress: Progress) -> None:
         """Capture graphs, and prepare what runs between them, once, before the first step.
@@ -191,7 +217,8 @@ class GpuRunner:
         """See `StepRunner`."""
         while self._pending and self._pending[0].is_made:
             self._pending.popleft()
-        workers = self._workers
+        workers, recording = self._workers, self._recording
+        timer = None if recording is None else recording.begin_step(scheduler_output)
         workers.handle_preemptions(scheduler_output)
         if scheduler_output.zeroed_block_ids:
             workers.zero_blocks(scheduler_output.zeroed_block_ids)
@@ -199,9 +226,13 @@ class GpuRunner:
             self._follow(scheduler_output)
             reports = workers.no_forward(scheduler_output)
             output = workers.with_reports(ModelRunnerOutput(), reports)
+            if recording is not None:
+                output = recording.recorder.with_timings(output)
             return lambda: output
         workers.copy_blocks(scheduler_output.block_copies)
         end = self._sample(*self._compute(scheduler_output))
+        if timer is not None:
+            timer.end()
         result = Lazily(end.result)
         self._pending.append(result)  # keeps what tokens are written to, whatever comes next
         # Behind the sampled tokens' way to the host, which must not queue behind what is saved.
@@ -211,7 +242,9 @@ class GpuRunner:
         def finish() -> ModelRunnerOutput:
             self._advance_transfers(end)
             output = result()
-            return workers.with_reports(output, reports, workers.late_load_errors(scheduler_output))
+            late_errors = workers.late_load_errors(scheduler_output)
+            output = workers.with_reports(output, reports, late_errors)
+            return output if recording is None else recording.recorder.with_timings(output, timer)
 
         return finish
 
@@ -241,6 +274,8 @@ class GpuRunner:
             can_gather=is_decode or self._forward.can_gather(chunk_lengths(output)),
         )
         padded = size if captured is None else captured.size
+        if self._recording is not None and captured is not None:
+            self._recording.prepare(captured, is_gated=self._waits_for_gates(output))
         made = Lazily(functools.partial(self._prepare, output, padded))
         if not output.loading_block_ids:
             made()  # else it waits: until its first copy is queued, a load stands still
@@ -285,7 +320,12 @@ class GpuRunner:
         arm_rest = None
         if is_full and self._waits_for_gates(output):
             arm_rest = functools.partial(self._arm_rest, output)
-        return StepToReplay(step.inputs, step.bounds, step.chunks, hooks, arm_rest)
+        traced: Sequence[torch.cuda.CUDAGraph] | None = None
+        if self._recording is not None and is_full:
+            traced = self._recording.graphs(is_gated=arm_rest is not None)
+        elif self._recording is not None:
+            hooks = self._recording.around(hooks, captured.runtime_mode)
+        return StepToReplay(step.inputs, step.bounds, step.chunks, hooks, arm_rest, traced)
 
     def _arm_rest(self, output: SchedulerOutput) -> bool:
         """Whether all gates of the step are armed, those that may be armed late too."""
@@ -325,6 +365,8 @@ class GpuRunner:
         kept, states = self._states.make(len(inputs.token_ids))
         attention = self._forward.attention(inputs, step.bounds, step.chunks)
         hooks = self._workers.layer_hooks(output)
+        if self._recording is not None:
+            hooks = self._recording.around(hooks, GraphMode.NONE)
         answer = self._forward.forward(inputs, attention, wanted, hooks, states)
         if kept is not None:
             self._workers.write_cache_only(output, kept, inputs.slots)

@@ -146,7 +146,7 @@ def test_nothing_else_is_public() -> None:
     extensions |= {"inject_store_fault", "bind_gpu_block_pool"}
     extensions |= {"get_layer_gates", "get_compute_end", "default_load_failure_policy"}
     extensions |= {"advance_transfers", "get_late_load_errors", "validate_config"}
-    extensions |= {"get_transfer_pictures"}
+    extensions |= {"get_transfer_pictures", "record_transfers"}
     assert own - properties - extensions == {
         name for name in (*SIGNATURES, *CLASS_METHODS) if not name.startswith("_")
     }
@@ -163,6 +163,7 @@ def test_the_defaults_do_nothing() -> None:
     connector.handle_preemptions(Metadata())
     connector.update_connector_output(KVConnectorOutput())
     connector.set_xfer_handshake_metadata({})
+    connector.record_transfers(None)
     connector.shutdown()
     assert connector.get_finished({"a"}) == (None, None)
     assert connector.get_block_ids_with_load_errors() == set()

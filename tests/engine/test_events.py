@@ -37,6 +37,12 @@ def test_names_are_fixed() -> None:
         "block.stored",
         "block.removed",
         "block.cleared",
+        "step.timed",
+        "layer.compute",
+        "layer.load",
+        "layer.save",
+        "gate.failed",
+        "timings.dropped",
     }
 
 

@@ -32,6 +32,11 @@ class FakeEvent:
         while not self.query():
             assert self.device.step(), "this wait would never end"
 
+    def elapsed_time(self, other: FakeEvent) -> float:
+        assert self.query()
+        assert other.query()
+        return (other.time - self.time) * 1e3
+
 
 Op = tuple[str, FakeEvent, int] | Callable[[], None]
 
@@ -79,6 +84,9 @@ class FakeDevice:
         return self.streams[-1]
 
     def event(self, *, is_external: bool = False) -> FakeEvent:
+        return FakeEvent(self, is_external)
+
+    def timed_event(self, *, is_external: bool = False) -> FakeEvent:
         return FakeEvent(self, is_external)
 
     def current(self) -> FakeStream:

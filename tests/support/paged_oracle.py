@@ -15,9 +15,10 @@ import torch
 from interlace.engine.block_pool import KVCacheBlock
 from interlace.engine.kv_connector import KVConnectorHandshakeMetadata
 from interlace.engine.outputs import ModelRunnerOutput
-from interlace.engine.ports import PendingStep, WorkerConnector
+from interlace.engine.ports import Clock, PendingStep, WorkerConnector
 from interlace.engine.scheduler import Scheduler
 from interlace.engine.scheduler_output import SchedulerOutput
+from interlace.engine.step_timings import RecordingFacts, Timings
 from interlace.engine.transfer_picture import ConnectorPicture
 from interlace.layers.attention import SequenceChunk
 from interlace.layers.forward_context import TritonAttentionMetadata
@@ -72,6 +73,12 @@ class PagedOracleRunner:
 
     def set_finished_count(self, count: int | None) -> None:
         assert count in (None, 1), "there is one worker"
+
+    def begin_recording(self, clock: Clock) -> RecordingFacts:
+        return RecordingFacts()
+
+    def end_recording(self) -> Timings:
+        return Timings()
 
     def get_transfer_pictures(self) -> tuple[ConnectorPicture, ...]:
         return () if self.hooks is None else self.hooks.get_transfer_pictures()

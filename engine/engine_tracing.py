@@ -1,0 +1,91 @@
+"""Records an engine's newest steps, and writes them to a file at the end. Loop thread."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from pathlib import Path
+
+from interlace.engine.config import EngineConfig
+from interlace.engine.device_thread import finish_despite_cancel
+from interlace.engine.engine_trace import EngineTrace, EngineTraceFacts
+from interlace.engine.errors import ConfigError
+from interlace.engine.events import EventStream
+from interlace.engine.step_timings import RecordingFacts
+from interlace.engine.trace_collector import TraceCollector
+from interlace.engine.trace_file import check_target, write_trace
+
+LAST_STEPS = 512
+"""Of a trace, if nothing else is said: some megabytes of a file."""
+MOST_LAST_STEPS = 8192
+
+
+class EngineTracing:
+    """What `AsyncEngine.trace` gives, while it is entered."""
+
+    def __init__(self, path: Path, events: EventStream, collector: TraceCollector) -> None:
+        """For `traced`."""
+        self.path = path
+        """The file; it is there when the context has ended."""
+        self._events = events
+        self._collector = collector
+
+    async def run(self) -> None:
+        """Take events until there will be none. Cancellation: loses nothing, `end` takes them."""
+        async for event in self._events:
+            self._collector.take(event)
+
+    def end(self, facts: EngineTraceFacts) -> EngineTrace:
+        """What was recorded. Nothing more is."""
+        self._events.close()
+        for event in self._events.take_pending():
+            self._collector.take(event)
+        return self._collector.trace(facts, self._events.num_dropped)
+
+
+@asynccontextmanager
+async def traced(
+    path: Path,
+    last_steps: int,
+    config: EngineConfig,
+    look: Callable[[], AbstractAsyncContextManager[RecordingFacts]],
+    begin: Callable[[], EngineTracing],
+) -> AsyncIterator[EngineTracing]:
+    """See `AsyncEngine.trace`. Steps are timed while `look()` is entered; `begin` opens the stream
+    of events, and has it read."""
+    if not 1 <= last_steps <= MOST_LAST_STEPS:
+        raise ConfigError(f"last_steps must be from 1 to {MOST_LAST_STEPS}, not {last_steps}.")
+    await asyncio.to_thread(check_target, path)
+    facts = RecordingFacts()
+    recorded: EngineTracing | None = None
+    try:
+        async with look() as facts:
+            recorded = begin()
+            yield recorded
+    finally:
+        if recorded is not None:
+            trace = recorded.end(_facts(config, facts))
+            loop = asyncio.get_running_loop()
+            await finish_despite_cancel(loop.run_in_executor(None, write_trace, path, trace))
+
+
+def _facts(config: EngineConfig, recording: RecordingFacts) -> EngineTraceFacts:
+    transfer = config.kv_transfer_config
+    return EngineTraceFacts(
+        model=config.model,
+        dtype=config.dtype,
+        device=config.device,
+        machine=recording.machine,
+        clock=recording.clock,
+        num_layers=recording.num_layers,
+        kv_connector=None if transfer is None else transfer.kv_connector,
+        interlace=_version("interlace"),
+        torch=_version("torch"),
+    )
+
+
+def _version(package: str) -> str:
+    """Of a package that was imported by somebody; else empty."""
+    return str(getattr(sys.modules.get(package), "__version__", ""))
