@@ -15,7 +15,7 @@ from interlace.engine.engine_trace import EngineTrace, LeftOut
 LAST_STEPS = 20
 """Rows, if nothing else is said."""
 _HEAD = (
-    "  step tokens reqs      mode        ms computing  waiting       longest    pause"
+    " step tokens reqs      mode       ms computing  waiting       longest   pause"
     " MB loaded  GB/s hidden"
 )
 _LEGEND = "numbers are layers; . waits at a gate, - embed and head"
@@ -52,9 +52,9 @@ def _row(row: StepRow) -> str:
     if load.num_bytes:
         loaded = f"{load.num_bytes / 1e6:9,.1f} {load.gb_per_s:5.1f} {load.hidden_share:6.0%}"
     return (
-        f"{row.step_id:6} {row.num_tokens:6,} {len(row.request_ids):4,} {row.mode:>9}"
-        f" {_ms(row.step_s):>9} {_ms(row.compute_s):>9} {_ms(row.wait_s):>8} {longest:>13}"
-        f" {_ms(row.pause_s):>8} {loaded}"
+        f"{row.step_id:5} {row.num_tokens:6,} {len(row.request_ids):4,} {row.mode:>9}"
+        f" {_ms(row.step_s):>8} {_ms(row.compute_s):>9} {_ms(row.wait_s):>8} {longest:>13}"
+        f" {_ms(row.pause_s):>7} {loaded}"
     )
 
 
@@ -65,11 +65,13 @@ def _totals(totals: Totals) -> Iterator[str]:
     yield _named("all steps", f"{_ms(whole):>9} ms from the first begin to the last end")
     for name, seconds, more in (
         ("computing", totals.compute_s, ""),
-        ("waiting", totals.wait_s, _worst(totals)),
+        ("waiting", totals.wait_s, _gates(totals)),
         ("no step", totals.pause_s, "" if not totals.pause_s else " on the device"),
     ):
         share = seconds / whole if whole else 0.0
         yield _named(name, f"{_ms(seconds):>9} ms {share:6.1%}{more}")
+        if name == "waiting" and totals.most_waited is not None:
+            yield _named("", _worst(totals))
     for name, copied in (("loads", totals.load), ("saves", totals.save)):
         if copied.num_bytes:
             yield _named(name, _copied(copied))
@@ -79,16 +81,19 @@ def _totals(totals: Totals) -> Iterator[str]:
         yield _named("event loop", f"a step takes {text}")
 
 
-def _worst(totals: Totals) -> str:
-    if totals.most_waited is None or totals.longest_wait is None:
+def _gates(totals: Totals) -> str:
+    if totals.most_waited is None:
         return " at no gate"
+    return f" at the gates of {_count(totals.num_waiting_layers, 'layer')}"
+
+
+def _worst(totals: Totals) -> str:
+    assert totals.most_waited is not None, "a layer waited"
+    assert totals.longest_wait is not None
     layer, seconds = totals.most_waited
     step_id, longest = totals.longest_wait
-    gates = f" at the gates of {_count(totals.num_waiting_layers, 'layer')}"
-    most = f"most of it, {_ms(seconds)} ms, at layer {layer}"
-    return (
-        f"{gates}; {most}; longest {_ms(longest.seconds)} ms at {longest.layer} in step {step_id}"
-    )
+    at = f"at layer {longest.layer} in step {step_id}"
+    return f"most at layer {layer}: {_ms(seconds)} ms; longest {_ms(longest.seconds)} ms, {at}"
 
 
 def _copied(copied: Copied) -> str:

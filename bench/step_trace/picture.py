@@ -33,6 +33,8 @@ _INK, _FAINT, _PAPER, ENDS = "#1f2933", "#7b8794", "#ffffff", "#cbd2d9"
 """Text; waits; the ground; what is no layer."""
 _DIGIT_INCHES = 0.065
 """About the width of a digit of a block's label."""
+_HAIR_INCHES = 0.014
+"""Two lines of the width of a span's edge."""
 _RESOLUTION = 2000
 """Gaps shorter than this part of the width are not drawn."""
 _LEGEND = "numbers are layers; hatched: waiting at a gate; grey: before and after the layers"
@@ -178,9 +180,10 @@ def _draw_span(axes: Any, span: Span, colour: Any, total_ns: int, middle: float)
     if not busy:
         return
     bars = [(part.begin_ns / 1e6, part.length_ns / 1e6) for part in busy]
-    axes.broken_barh(bars, place, facecolor=colour, edgecolor=_PAPER, linewidth=0.5)
     longest = max(busy, key=lambda part: part.length_ns)
     room = longest.length_ns / total_ns * _AXES[2] * WIDTH_INCHES
+    edge = _PAPER if room > _HAIR_INCHES else colour  # or nothing would be left of it
+    axes.broken_barh(bars, place, facecolor=colour, edgecolor=edge, linewidth=0.5)
     if len(span.label) * _DIGIT_INCHES < room:
         axes.text(
             (longest.begin_ns + longest.end_ns) / 2e6,
