@@ -48,6 +48,7 @@ async def run_kv_benchmark(
                 engine_config, prepared.loaded, device=prepared.device, clock=clock
             ) as engine,
             watchable(engine),
+            prepared.traces.of(engine),
         ):
             yield EngineArm(engine, clock, name)
 

@@ -17,6 +17,7 @@ from interlace.bench.limits import Limits, measure_limits
 from interlace.bench.machine import Facts, torch_facts
 from interlace.bench.report import Report
 from interlace.bench.settings import Settings, pick_device
+from interlace.bench.traces import Traces
 from interlace.bench.workload import WorkSource
 from interlace.engine.device_thread import DeviceThread
 from interlace.engine.live_feed import watchable
@@ -44,6 +45,8 @@ class Prepared:
     """The one thread that computes, whatever the arm."""
     limits: Limits | None = None
     """What the device can do, None if that is not wanted."""
+    traces: Traces = dataclasses.field(default_factory=Traces)
+    """Of the engines over it."""
 
     @property
     def dtype(self) -> str:
@@ -178,6 +181,7 @@ async def _open_engines(
         if metrics is not None:
             await engine.serve_metrics(metrics)
         await stack.enter_async_context(watchable(engine))
+        await stack.enter_async_context(prepared.traces.of(engine))
         name = "interlace" if depth is None else f"interlace, {depth} in flight"
         arms.append(EngineArm(engine, clock, name))
     return arms

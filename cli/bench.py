@@ -6,6 +6,7 @@ Parses options only; `interlace.bench` measures. Imports no torch.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import sys
 from typing import TYPE_CHECKING, Annotated
 
@@ -45,6 +46,7 @@ from interlace.cli.metrics_option import MetricsPort, metrics_socket
 from interlace.cli.own_process import frozen_heap
 from interlace.cli.progress import progress_for
 from interlace.cli.running import run
+from interlace.cli.trace_option import TraceFile, tell_of_traces, trace_target
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
@@ -78,6 +80,7 @@ def decode(
     kv_dir: KVDir = None,
     live: Live = False,
     metrics: MetricsPort = None,
+    trace: TraceFile = None,
     json: JsonTarget = None,
 ) -> None:
     """Tokens per second from the first token to the last, prefill excluded.
@@ -114,6 +117,7 @@ def decode(
         json,
         live=live,
         metrics=metrics,
+        trace=trace,
     )
 
 
@@ -135,6 +139,7 @@ def prefill(
     kv_dir: KVDir = None,
     live: Live = False,
     metrics: MetricsPort = None,
+    trace: TraceFile = None,
     json: JsonTarget = None,
 ) -> None:
     """Time to the first token of prompts that were never seen before.
@@ -171,6 +176,7 @@ def prefill(
         json,
         live=live,
         metrics=metrics,
+        trace=trace,
     )
 
 
@@ -188,6 +194,7 @@ def hit(
     max_inflight_steps: InflightSteps = None,
     live: Live = False,
     metrics: MetricsPort = None,
+    trace: TraceFile = None,
     json: JsonTarget = None,
 ) -> None:
     """Time to the first token of a prompt that is cached, in units of one decode step.
@@ -229,6 +236,7 @@ def hit(
         json,
         live=live,
         metrics=metrics,
+        trace=trace,
     )
 
 
@@ -282,6 +290,7 @@ def kv(
         str | None,
         typer.Option("--only", metavar="NAME", help="reload, saving, idle or generating."),
     ] = None,
+    trace: TraceFile = None,
     json: JsonTarget = None,
 ) -> None:
     """What KV in files brings and costs: loading and saving a prompt, a connector with no work,
@@ -291,6 +300,7 @@ def kv(
     from interlace.bench.scratch import scratch_folder
     from interlace.bench.session import prepare
     from interlace.bench.settings import Settings
+    from interlace.bench.traces import Traces
     from interlace.engine.clock import MonotonicClock
 
     check_json_target(json)
@@ -299,11 +309,13 @@ def kv(
         raise typer.BadParameter(f"{only!r} is none of {', '.join(names)}.", param_hint="--only")
     experiment = None if only is None else Experiment(only)
     progress = StillProgress(sys.stderr)
+    traces = Traces(trace_target(trace))
     with (
         scratch_folder(kv_dir, "--kv-dir") as folder,
-        contextlib.closing(prepare(Settings(model), progress_for())) as prepared,
+        contextlib.closing(prepare(Settings(model), progress_for())) as opened,
         frozen_heap(),
     ):
+        prepared = dataclasses.replace(opened, traces=traces)
         shape = (prompt_tokens, repeats)
         report = run(
             lambda: run_kv_benchmark(
@@ -311,6 +323,7 @@ def kv(
             )
         )
     show(report, json)
+    tell_of_traces(traces.written)
 
 
 app.command(name="run")(run_grid)
@@ -333,9 +346,11 @@ def _measure(
     *,
     live: bool = False,
     metrics: int | None = None,
+    trace: str | None = None,
 ) -> None:
     """Load, run one experiment on an event loop, show the report."""
     from interlace.bench.session import prepare, run_benchmark
+    from interlace.bench.traces import Traces
     from interlace.engine.clock import MonotonicClock
 
     check_json_target(json)
@@ -344,15 +359,18 @@ def _measure(
             "a port serves one engine: give one depth with --metrics.",
             param_hint="--max-inflight-steps",
         )
+    traces = Traces(trace_target(trace))
     with (
         metrics_socket(metrics) as sock,
-        contextlib.closing(prepare(settings, progress_for())) as prepared,
+        contextlib.closing(prepare(settings, progress_for())) as opened,
         screen_beside(live, StillProgress(sys.stderr)) as progress,
         frozen_heap(),
     ):
+        prepared = dataclasses.replace(opened, traces=traces)
         report = run(
             lambda: run_benchmark(
                 name, prepared, experiment, MonotonicClock(), progress, shape, sock
             )
         )
     show(report, json)
+    tell_of_traces(traces.written)

@@ -6,6 +6,7 @@ Imports no torch.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import enum
 import sys
 from collections.abc import Callable, Coroutine, Sequence
@@ -19,6 +20,7 @@ from interlace.cli.live.beside import screen_beside
 from interlace.cli.own_process import frozen_heap
 from interlace.cli.progress import progress_for
 from interlace.cli.running import run
+from interlace.cli.trace_option import tell_of_traces, trace_target
 
 if TYPE_CHECKING:
     from interlace.bench.part_reports import Seen
@@ -46,13 +48,17 @@ def measure_parts(
     json: str | None,
     *,
     live: bool = False,
+    trace: str | None = None,
 ) -> None:
     """Load, and let `measure` run on an event loop. What is done is written as JSON, whatever
-    comes. With `live` tables come when all is done: until then the view has the terminal."""
+    comes. With `live` tables come when all is done: until then the view has the terminal. `trace`
+    is for its engines: see `Traces`."""
     from interlace.bench.part_reports import merged
     from interlace.bench.session import prepare
+    from interlace.bench.traces import Traces
 
     done: list[Report] = []
+    traces = Traces(trace_target(trace))
 
     def seen(report: Report) -> None:
         done.append(report)
@@ -61,13 +67,15 @@ def measure_parts(
 
     try:
         with (
-            contextlib.closing(prepare(settings, progress_for())) as prepared,
+            contextlib.closing(prepare(settings, progress_for())) as opened,
             screen_beside(live, StillProgress(sys.stderr)) as progress,
             frozen_heap(),
         ):
+            prepared = dataclasses.replace(opened, traces=traces)
             run(lambda: measure(prepared, progress, seen))
     finally:
         for report in done if live else ():
             print_table(report, json)
         if done:
             write_json(merged(benchmark, done), json)
+        tell_of_traces(traces.written)

@@ -14,6 +14,7 @@ import socket
 import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -31,6 +32,7 @@ from interlace.cli.own_process import frozen_heap
 from interlace.cli.progress import progress_for
 from interlace.cli.running import run
 from interlace.cli.screen import PROMPT, Screen, is_terminal
+from interlace.cli.trace_option import TraceFile, tell_of_traces, trace_target
 from interlace.cli.transcript import load_transcript
 from interlace.engine.config import EngineConfig
 from interlace.engine.errors import PromptError
@@ -189,6 +191,7 @@ def chat(
             help="Watch the engine: in a pane beside under tmux, else a remark says how.",
         ),
     ] = False,
+    trace: TraceFile = None,
 ) -> None:
     """Talk with a model.
 
@@ -226,9 +229,15 @@ def chat(
     if json and question is None and is_terminal(sys.stdin):
         raise typer.BadParameter("--json needs -p TEXT, or questions on standard input.")
     how = Conversation(question, _text(system), transcript, as_json=json, live=live)
+    target = trace_target(trace)
     with metrics_socket(metrics) as sock, terminal_restored():
-        start = start_engine if sock is None else functools.partial(start_engine, metrics=sock)
+        start: Callable[..., AbstractAsyncContextManager[ChatEngine]] = start_engine
+        if sock is not None:
+            start = functools.partial(start, metrics=sock)
+        if target is not None:
+            start = functools.partial(start, trace=target)
         code = run(lambda: talk(start, config, params, how))
+    tell_of_traces([] if target is None else [target])
     raise typer.Exit(code)
 
 
@@ -289,10 +298,14 @@ def _lines(screen: Screen, interactive: bool) -> LineSource:
 
 @contextlib.asynccontextmanager
 async def start_engine(
-    config: EngineConfig, progress: Progress, *, metrics: socket.socket | None = None
+    config: EngineConfig,
+    progress: Progress,
+    *,
+    metrics: socket.socket | None = None,
+    trace: Path | None = None,
 ) -> AsyncIterator[ChatEngine]:
-    """The real engine, which serves its metrics on a socket of `metrics_socket`. Its modules, torch
-    among them, are imported in a thread."""
+    """The real engine, which serves its metrics on a socket of `metrics_socket`, and writes a trace
+    at its end. Its modules, torch among them, are imported in a thread."""
 
     def front_door() -> type[AsyncEngine]:
         from interlace import AsyncEngine
@@ -306,8 +319,10 @@ async def start_engine(
     ):
         if metrics is not None:
             await engine.serve_metrics(metrics)
+        tracing = contextlib.nullcontext() if trace is None else engine.trace(trace)
         with frozen_heap():
-            yield engine
+            async with tracing:
+                yield engine
 
 
 def _narrows_the_draw(params: SamplingParams) -> bool:

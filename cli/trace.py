@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json as json_module
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
@@ -35,9 +36,11 @@ from interlace.cli.screen import harmless
 from interlace.engine.errors import ConfigError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
     from typing import TextIO
 
     from interlace.bench.step_trace.trace import AnyTrace
+    from interlace.engine.engine_trace import EngineTrace
 
 MAX_GROUP_SIZE = 1024
 
@@ -72,7 +75,26 @@ TraceTarget: TypeAlias = Annotated[
     typer.Option("--trace", metavar="FILE", help="Write the timeline here, as Perfetto reads it."),
 ]
 TraceSource: TypeAlias = Annotated[
-    Path, typer.Argument(metavar="FILE", help="What `interlace bench timeline --trace` wrote.")
+    Path,
+    typer.Argument(
+        metavar="FILE", help="What --trace of `chat` or a benchmark wrote, or of `bench timeline`."
+    ),
+]
+Steps: TypeAlias = Annotated[
+    int, typer.Option("--steps", min=1, metavar="N", help="Rows: the last N steps of an engine.")
+]
+OneStep: TypeAlias = Annotated[
+    int | None,
+    typer.Option(
+        "--step",
+        min=0,
+        metavar="ID",
+        help="Show, and draw, this step of an engine. Default: pictures are of the last one that "
+        "loads, and of its neighbours.",
+    ),
+]
+AsJson: TypeAlias = Annotated[
+    bool, typer.Option("--json", help="The figures of an engine's steps as JSON.")
 ]
 PngTarget: TypeAlias = Annotated[
     str | None, typer.Option("--png", metavar="OUT", help="Draw a picture, 1800 pixels wide.")
@@ -138,22 +160,75 @@ def timeline(
     _tell(found.trace, sys.stderr if json == "-" else sys.stdout)
 
 
-def trace(file: TraceSource, png: PngTarget = None, svg: SvgTarget = None) -> None:
-    """Show a recorded timeline: its figures, both lanes as rows of blocks, a picture.
+def trace(
+    file: TraceSource,
+    png: PngTarget = None,
+    svg: SvgTarget = None,
+    steps: Steps = 20,
+    step: OneStep = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show a recorded timeline, or the steps of an engine that was recorded with --trace.
 
-    Pictures need matplotlib: pip install interlace[plot].
+    Of an engine: a row for each of the last --steps steps, with what it
+    waited for and what was loaded beside it, then where the time went; one
+    step with --step. "pause before": the device had no step. Pictures need
+    matplotlib: pip install interlace[plot].
     """
-    from interlace.bench.step_trace.file import read_file
-
     for option, target in (("--png", png), ("--svg", svg)):
         if target is not None:
             _check_target(option, target)
+    engine = _engine_trace(file)
+    if engine is not None:
+        _show_engine(engine, steps, step, png, svg, as_json=as_json)
+        return
+    from interlace.bench.step_trace.file import read_file
+
+    if step is not None or as_json:
+        raise typer.BadParameter(
+            "--step and --json are for files that `--trace` of an engine wrote."
+        )
     found = read_file(file)
     _tell(found, sys.stdout)
     if png is not None:
         _draw("--png", png, found)
     if svg is not None:
         _draw("--svg", svg, found)
+
+
+def _engine_trace(file: Path) -> EngineTrace | None:
+    """None if it is a file of another kind, or none at all: whoever reads those says so.
+
+    Raises: `ConfigError` if it says that it is one, and is not.
+    """
+    from interlace.bench.engine_trace.parse import read_file
+
+    return read_file(file)
+
+
+def _show_engine(
+    found: EngineTrace,
+    num_steps: int,
+    step: int | None,
+    png: str | None,
+    svg: str | None,
+    *,
+    as_json: bool,
+) -> None:
+    from interlace.bench.engine_trace.text import lines, step_view, to_dict
+
+    if as_json:
+        typer.echo(json_module.dumps(to_dict(found, num_steps), indent=1))
+    elif step is None:
+        _echo(lines(found, num_steps), sys.stdout)
+    else:
+        _echo(step_view(found, step), sys.stdout)
+    for option, target in (("--png", png), ("--svg", svg)):
+        if target is not None:
+            from interlace.bench.engine_trace.picture import draw_picture
+
+            kind: Literal["png", "svg"] = "png" if option == "--png" else "svg"
+            _write(option, target, draw_picture(found, kind, step))
 
 
 def _draw(option: str, target: str, found: AnyTrace) -> None:
@@ -166,7 +241,11 @@ def _tell(found: AnyTrace, stream: TextIO) -> None:
     """The names in it may come from anywhere."""
     from interlace.bench.step_trace.text import lines
 
-    for line in lines(found):
+    _echo(lines(found), stream)
+
+
+def _echo(lines: Iterable[str], stream: TextIO) -> None:
+    for line in lines:
         typer.echo(harmless(line), file=stream)
 
 

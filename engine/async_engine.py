@@ -612,7 +612,8 @@ class AsyncEngine:
             self._tasks.create_task(tracing.run(), name="interlace-trace")
             return tracing
 
-        async with traced(target, last_steps, self.config, self.record_steps, begin) as tracing:
+        model, look = self.model_config.model, self.record_steps
+        async with traced(target, last_steps, self.config, model, look, begin) as tracing:
             yield tracing
 
     def __repr__(self) -> str:

@@ -50,11 +50,12 @@ async def traced(
     path: Path,
     last_steps: int,
     config: EngineConfig,
+    model: str,
     look: Callable[[], AbstractAsyncContextManager[RecordingFacts]],
     begin: Callable[[], EngineTracing],
 ) -> AsyncIterator[EngineTracing]:
-    """See `AsyncEngine.trace`. Steps are timed while `look()` is entered; `begin` opens the stream
-    of events, and has it read."""
+    """See `AsyncEngine.trace`. `model` is what it is called. Steps are timed while `look()` is
+    entered; `begin` opens the stream of events, and has it read."""
     if not 1 <= last_steps <= MOST_LAST_STEPS:
         raise ConfigError(f"last_steps must be from 1 to {MOST_LAST_STEPS}, not {last_steps}.")
     await asyncio.to_thread(check_target, path)
@@ -66,15 +67,15 @@ async def traced(
             yield recorded
     finally:
         if recorded is not None:
-            trace = recorded.end(_facts(config, facts))
+            trace = recorded.end(_facts(config, model, facts))
             loop = asyncio.get_running_loop()
             await finish_despite_cancel(loop.run_in_executor(None, write_trace, path, trace))
 
 
-def _facts(config: EngineConfig, recording: RecordingFacts) -> EngineTraceFacts:
+def _facts(config: EngineConfig, model: str, recording: RecordingFacts) -> EngineTraceFacts:
     transfer = config.kv_transfer_config
     return EngineTraceFacts(
-        model=config.model,
+        model=model,
         dtype=config.dtype,
         device=config.device,
         machine=recording.machine,

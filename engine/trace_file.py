@@ -58,7 +58,7 @@ def _tids(transfers: Iterable[TransferTiming]) -> dict[str, int]:
     """Lane -> its thread in the file."""
     others = sorted({piece.lane for piece in transfers}.difference(_LANES))
     tids = {name: tid for tid, name in enumerate((*_LANES, *others), start=1)}
-    return {**tids, "host": _HOST_TID + len(tids)}
+    return {**tids, "host": _HOST_TID}
 
 
 def _compute_events(step: StepTiming) -> Iterator[dict[str, object]]:
@@ -98,11 +98,11 @@ def _host_events(step: TracedStep) -> Iterator[dict[str, object]]:
         "tokens": dict(step.num_scheduled_tokens),
         "times": [None if one is None else _us(one) for one in times],
     }
-    tid = _HOST_TID + len(_LANES)
-    yield _complete(f"launch {step.step_id}", "host", tid, begin, launched, args)
+    yield _complete(f"launch {step.step_id}", "host", _HOST_TID, begin, launched, args)
     if host.tokens_s is not None and host.done_s is not None and host.tokens_s <= host.done_s:
         within = {"step": step.step_id}
-        yield _complete(f"apply {step.step_id}", "apply", tid, host.tokens_s, host.done_s, within)
+        times_of = (host.tokens_s, host.done_s)
+        yield _complete(f"apply {step.step_id}", "apply", _HOST_TID, *times_of, within)
 
 
 def _transfer(piece: TransferTiming, tid: int) -> dict[str, object]:

@@ -22,48 +22,44 @@ from interlace.engine.step_timings import LayerTiming, StepTiming, TransferTimin
 from interlace.engine.trace_file import FORMAT
 
 MAX_FILE_BYTES = 256 << 20
+_HEAD_BYTES = 4096
+"""In which a file says what it is."""
 _MOST_LAYERS = 10_000
 _MODES = ("NONE", "PIECEWISE", "FULL")
-
-
-def is_engine_trace(document: Any) -> bool:
-    """Whether a JSON document says that it is one."""
-    other = document.get("otherData") if isinstance(document, dict) else None
-    return isinstance(other, dict) and other.get("format") == FORMAT
 
 
 def from_json(text: str) -> EngineTrace:
     """The reverse of `to_json`. Raises: `ConfigError`, which says what is wrong, and not where the
     text came from."""
     try:
-        return from_document(json.loads(text, parse_constant=_refuse_constant))
+        return _trace(json.loads(text, parse_constant=_refuse_constant))
     except RecursionError:
         raise ConfigError("it is nested too deep") from None
-    except ValueError as error:
-        raise ConfigError(f"{type(error).__name__}: {error}"[:200]) from error
-
-
-def from_document(document: Any) -> EngineTrace:
-    """Likewise, of JSON that was read already."""
-    try:
-        return _trace(document)
     except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
         raise ConfigError(f"{type(error).__name__}: {error}"[:200]) from error
 
 
-def read_text(path: Path) -> str:
-    """What is in a file. Raises: `ConfigError` if it cannot be read, or is larger than 256 MiB."""
+def read_file(path: Path) -> EngineTrace | None:
+    """The trace in a file; None if it does not say that it is one.
+
+    Raises: `ConfigError` if it says so, and is damaged, or larger than 256 MiB.
+    """
     try:
         with path.open("rb") as file:
-            content = file.read(MAX_FILE_BYTES + 1)
-        text = content.decode("utf-8")
+            head = file.read(_HEAD_BYTES)
+            if FORMAT.encode() not in head:
+                return None
+            content = head + file.read(MAX_FILE_BYTES + 1 - len(head))
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror or error}.") from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path} is no trace: it is not text.") from error
     if len(content) > MAX_FILE_BYTES:
         raise ConfigError(f"{path} is larger than 256 MiB, which no trace is.")
-    return text
+    try:
+        return from_json(content.decode("utf-8"))
+    except (ConfigError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"{path} is a damaged trace of an engine ({error}): name a file that --trace wrote."
+        ) from error
 
 
 def _refuse_constant(name: str) -> object:

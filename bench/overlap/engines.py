@@ -184,6 +184,7 @@ def opener(
                 config, prepared.loaded, device=prepared.device, progress=progress, clock=clock
             ) as engine,
             watchable(engine),
+            prepared.traces.of(engine),
         ):
             yield OpenEngine(engine, EngineArm(engine, clock, kind.value), meter)
 

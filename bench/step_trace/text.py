@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from interlace.bench.step_trace.facts import HybridFacts, TraceFacts
 from interlace.bench.step_trace.figures import StepFigures, figures_of
@@ -89,12 +89,14 @@ def _layers(count: int) -> str:
 
 def chart(trace: AnyTrace) -> list[str]:
     """Both lanes as rows of blocks, with a scale below them; no line is wider than `WIDTH`."""
-    last = f"{trace.end_ns / 1e6:.3f} ms"
-    return [
-        f"{'load':{_NAME_WIDTH}}{_row(trace.load, trace.end_ns)}".rstrip(),
-        f"{'compute':{_NAME_WIDTH}}{_row(trace.compute, trace.end_ns)}".rstrip(),
-        f"{'':{_NAME_WIDTH}}0{last:>{_COLUMNS - 1}}",
-    ]
+    return chart_of({"load": trace.load, "compute": trace.compute}, trace.end_ns)
+
+
+def chart_of(lanes: Mapping[str, Sequence[Span]], end_ns: int) -> list[str]:
+    """Likewise, of any lanes."""
+    rows = [f"{name:{_NAME_WIDTH}}{_row(spans, end_ns)}".rstrip() for name, spans in lanes.items()]
+    last = f"{end_ns / 1e6:.3f} ms"
+    return [*rows, f"{'':{_NAME_WIDTH}}0{last:>{_COLUMNS - 1}}"]
 
 
 def legend(trace: AnyTrace) -> str:
@@ -124,7 +126,8 @@ def _block(span: Span, number: int, width: int) -> str:
     fill = "-"
     if span.part in ("layer", "slice"):
         fill = _FILLS[(number if span.layer is None else span.layer) % len(_FILLS)]
-    label = span.label if len(span.label) < width else ""
+    label = "" if span.part == "slice" and span.blocks is None else span.label
+    label = label if len(label) < width else ""
     return label + fill * (width - len(label))
 
 

@@ -26,7 +26,7 @@ from typing import Literal, NamedTuple, TypeAlias
 from interlace.bench.step_trace.facts import HybridFacts, TraceFacts
 from interlace.bench.step_trace.intervals import Interval, merged
 
-LaneName: TypeAlias = Literal["load", "compute"]
+LaneName: TypeAlias = Literal["load", "compute", "store"]
 Part: TypeAlias = Literal["embed", "layer", "head", "slice"]
 
 

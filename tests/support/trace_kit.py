@@ -1,11 +1,93 @@
-"""What every trace of an engine must hold to."""
+"""What every trace of an engine must hold to, and one that was made by hand."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from interlace.engine.engine_trace import EngineTrace
-from interlace.engine.step_timings import StepTiming
+from interlace.engine.engine_trace import (
+    EngineTrace,
+    EngineTraceFacts,
+    HostTimes,
+    LeftOut,
+    TracedRequest,
+    TracedStep,
+)
+from interlace.engine.step_timings import LayerTiming, StepTiming, TransferTiming
+
+FACTS = EngineTraceFacts(
+    model="dummy:tiny",
+    dtype="bfloat16",
+    device="cuda",
+    machine="a GPU",
+    clock="device",
+    num_layers=3,
+    kv_connector="PipelineConnector",
+    interlace="0.1.0",
+    torch="2.13.0",
+)
+
+
+def a_step(
+    step_id: int, begin_ms: float, waits_ms: tuple[float, ...], layer_ms: float, **tokens: int
+) -> TracedStep:
+    """Half a millisecond of "embed" and of "head" around its layers."""
+    at = begin_ms + 0.5
+    layers = []
+    for layer, wait_ms in enumerate(waits_ms):
+        end = at + wait_ms + layer_ms
+        layers.append(LayerTiming(layer, ms(at), ms(at + wait_ms), ms(end)))
+        at = end
+    is_gated = any(waits_ms)
+    mode = "FULL" if is_gated else "PIECEWISE"
+    scheduled = tuple(tokens.items())
+    begin, end_s = ms(begin_ms), ms(at + 0.5)
+    timing = StepTiming(step_id, scheduled, mode, is_gated, begin, end_s, tuple(layers))
+    host = HostTimes(ms(begin_ms - 0.2), ms(begin_ms - 0.1), ms(at + 0.6), ms(at + 0.7))
+    return TracedStep(step_id, scheduled, host, timing)
+
+
+def ms(milliseconds: float) -> float:
+    """Seconds, whole nanoseconds."""
+    return round(milliseconds * 1e6) / 1e9
+
+
+def sample_trace() -> EngineTrace:
+    """A prefill whose KV is saved, a step that loads layer by layer, decodes beside a bulk load."""
+
+    def load(first: int, end: int, begin_ms: float, end_ms: float) -> TransferTiming:
+        num_bytes = 4_000_000 * (end - first)
+        times = (ms(begin_ms), ms(end_ms))
+        return TransferTiming(
+            "load", "load", ("hit",), first, end, 8, num_bytes, "strided", *times, step_id=4
+        )
+
+    return EngineTrace(
+        FACTS,
+        (
+            a_step(2, 1.0, (0.0, 0.0, 0.0), 1.0, cold=128),
+            a_step(4, 6.0, (0.25, 0.0, 1.5), 1.0, hit=16, cold=1),
+            a_step(5, 11.75, (0.0, 0.0, 0.0), 0.25, hit=1, cold=1),
+        ),
+        (
+            TransferTiming(
+                "store", "save", (), 0, 3, 8, 12_000_000, "batch", ms(5.0), ms(6.0),
+                transfer="save 1",
+            ),
+            load(0, 1, 5.75, 6.25),
+            load(1, 3, 6.25, 9.25),
+            TransferTiming(
+                "bulk", "load", ("late",), 0, 3, 8, 12_000_000, "gather", ms(11.875), ms(12.875),
+                transfer="late",
+            ),
+        ),
+        (
+            TracedRequest("cold", 128, ms(0.5), ms(0.75), ms(5.125), None, None, None, 0, 0),
+            TracedRequest(
+                "hit", 144, ms(5.5), ms(5.625), ms(11.5), ms(13.5), "length", 2, 0, 128, 1
+            ),
+        ),
+        LeftOut(steps=2),
+    )  # fmt: skip
 
 
 def problems_of(trace: EngineTrace) -> list[str]:
