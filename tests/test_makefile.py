@@ -97,7 +97,9 @@ def test_a_second_run_installs_nothing(checkout: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize(("target", "wanted"), [("chat", "-e ."), ("plot", "-e .[plot]"), ("test", "-e .[dev]")])
+@pytest.mark.parametrize(
+    ("target", "wanted"), [("chat", "-e ."), ("plot", "-e .[plot]"), ("test", "-e .[dev]")]
+)
 @pytest.mark.parametrize("changed", ["pyproject.toml", "constraints.txt"])
 def test_changed_requirements_are_installed(
     checkout: Path, target: str, wanted: str, changed: str
