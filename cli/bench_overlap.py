@@ -32,6 +32,7 @@ from interlace.cli.bench_options import (
 )
 from interlace.cli.bench_output import check_json_target
 from interlace.cli.bench_parts import measure_parts, parse_parts
+from interlace.cli.metrics_option import MetricsPort
 
 if TYPE_CHECKING:
     from interlace.bench.overlap.sizes import Sizes
@@ -80,6 +81,7 @@ def overlap(
     cudagraph_mode: GraphModeName = None,
     json: JsonTarget = None,
     live: Live = False,
+    metrics: MetricsPort = None,
 ) -> None:
     """How much of loading a prompt's KV from host memory hides behind computing.
 
@@ -127,7 +129,12 @@ def overlap(
 
     with scratch_folder(path, "--path") if store == "file" else contextlib.nullcontext() as scratch:
         measure_parts(
-            "overlap", dataclasses.replace(settings, measure_limits=False), measure, json, live=live
+            "overlap",
+            dataclasses.replace(settings, measure_limits=False),
+            measure,
+            json,
+            live=live,
+            metrics=metrics,
         )
 
 

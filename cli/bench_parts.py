@@ -16,6 +16,7 @@ import typer
 from interlace.bench.part_names import ALL, chosen
 from interlace.cli.bench_output import StillProgress, print_table, write_json
 from interlace.cli.live.beside import screen_beside
+from interlace.cli.metrics_option import shared_metrics
 from interlace.cli.own_process import frozen_heap
 from interlace.cli.progress import progress_for
 from interlace.cli.running import run
@@ -46,6 +47,7 @@ def measure_parts(
     json: str | None,
     *,
     live: bool = False,
+    metrics: int | None = None,
 ) -> None:
     """Load, and let `measure` run on an event loop. What is done is written as JSON, whatever
     comes. With `live` tables come when all is done: until then the view has the terminal."""
@@ -61,7 +63,8 @@ def measure_parts(
 
     try:
         with (
-            contextlib.closing(prepare(settings, progress_for())) as prepared,
+            shared_metrics(metrics) as shared,
+            contextlib.closing(prepare(settings, progress_for(), shared)) as prepared,
             screen_beside(live, StillProgress(sys.stderr)) as progress,
             frozen_heap(),
         ):

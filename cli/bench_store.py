@@ -31,6 +31,7 @@ from interlace.cli.bench_options import (
 )
 from interlace.cli.bench_output import check_json_target
 from interlace.cli.bench_parts import measure_parts, parse_parts
+from interlace.cli.metrics_option import MetricsPort
 
 if TYPE_CHECKING:
     from interlace.bench.part_reports import Seen
@@ -65,6 +66,7 @@ def store(
     cudagraph_mode: GraphModeName = None,
     json: JsonTarget = None,
     live: Live = False,
+    metrics: MetricsPort = None,
 ) -> None:
     """What KV in files brings: reading, looking up, first tokens, saving.
 
@@ -105,5 +107,10 @@ def store(
             await run_store(prepared, parts, work, MonotonicClock(), progress, seen)
 
         measure_parts(
-            "store", dataclasses.replace(settings, measure_limits=False), measure, json, live=live
+            "store",
+            dataclasses.replace(settings, measure_limits=False),
+            measure,
+            json,
+            live=live,
+            metrics=metrics,
         )

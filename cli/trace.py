@@ -20,6 +20,7 @@ from interlace.cli.bench_options import (
     Dtype,
     GraphModeName,
     JsonTarget,
+    Live,
     MaxBatchedTokens,
     MaxModelLen,
     Model,
@@ -28,6 +29,8 @@ from interlace.cli.bench_options import (
     engine_settings,
 )
 from interlace.cli.bench_output import StillProgress, check_json_target, show
+from interlace.cli.live.beside import screen_beside
+from interlace.cli.metrics_option import MetricsPort, shared_metrics
 from interlace.cli.own_process import frozen_heap
 from interlace.cli.progress import progress_for
 from interlace.cli.running import run
@@ -96,6 +99,8 @@ def timeline(
     max_model_len: MaxModelLen = None,
     max_num_batched_tokens: MaxBatchedTokens = None,
     cudagraph_mode: GraphModeName = None,
+    live: Live = False,
+    metrics: MetricsPort = None,
     json: JsonTarget = None,
 ) -> None:
     """Record one step that loads a prompt's KV layer by layer while it computes,
@@ -130,8 +135,12 @@ def timeline(
         request_tokens=prompt_tokens + new + 1,
     )
     settings = dataclasses.replace(settings, measure_limits=False)
-    progress = StillProgress(sys.stderr)
-    with contextlib.closing(prepare(settings, progress_for())) as prepared, frozen_heap():
+    with (
+        shared_metrics(metrics) as shared,
+        contextlib.closing(prepare(settings, progress_for(), shared)) as prepared,
+        screen_beside(live, StillProgress(sys.stderr)) as progress,
+        frozen_heap(),
+    ):
         found = run(lambda: record_timeline(prepared, plan, MonotonicClock(), progress))
     _write("--trace", trace, to_json(found.trace).encode())
     show(found.report, json)
