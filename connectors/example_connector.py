@@ -23,12 +23,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from interlace.connectors.base import CheckSetup, KVConnectorBase_V1
-from interlace.connectors.counted_metrics import CountedMetrics
+from interlace.connectors.counted_metrics import CountedConnector
 from interlace.connectors.example_faults import FAULT_KINDS, damage
 from interlace.connectors.example_messages import ExampleMetadata, ExampleWorkerMetadata
 from interlace.connectors.example_options import ExampleConnectorOptions
@@ -50,7 +50,7 @@ from interlace.engine.kv_connector import (
     KVConnectorOutput,
     KVConnectorRole,
 )
-from interlace.engine.kv_connector_stats import KVConnectorPromMetrics, KVConnectorStats
+from interlace.engine.kv_connector_stats import KVConnectorStats
 from interlace.engine.kv_events import KVCacheEvent
 from interlace.engine.request import Request
 from interlace.engine.scheduler_output import SchedulerOutput
@@ -64,7 +64,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class ExampleConnector(KVConnectorBase_V1):
+class ExampleConnector(CountedConnector, KVConnectorBase_V1):
     """Stores every full block of prompts and answers in files, and loads them from there.
 
     What is stored: one folder for a run of blocks, with a safetensors file a layer and a manifest
@@ -88,6 +88,7 @@ class ExampleConnector(KVConnectorBase_V1):
     """
 
     store_fault_kinds = FAULT_KINDS
+    metric_numbers = NUMBERS
 
     def __init__(
         self,
@@ -326,19 +327,6 @@ class ExampleConnector(KVConnectorBase_V1):
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
         """True: it loads and saves in the hooks of the layers."""
         return True
-
-    @classmethod
-    def build_prom_metrics(
-        cls,
-        vllm_config: EngineConfig,
-        metric_types: Mapping[type[Any], Callable[..., Any]],
-        labelnames: list[str],
-        per_engine_labelvalues: dict[int, list[object]],
-    ) -> KVConnectorPromMetrics:
-        """Of all that the workers count."""
-        return CountedMetrics(
-            vllm_config, metric_types, labelnames, per_engine_labelvalues, NUMBERS
-        )
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> ExampleConnectorStats:

@@ -65,6 +65,7 @@ __all__ = [
     "SaveTransfer",
     "TransferStats",
     "Visit",
+    "transfer_of",
 ]
 
 DEFAULT_GROUP_SIZE = 2
@@ -79,6 +80,11 @@ AHEAD_BYTES = 160 << 20
 
 
 SaveTransfer: TypeAlias = FedTransfer | SavePart
+
+
+def transfer_of(save: SaveTransfer) -> FedTransfer:
+    """What copies it, for others too if it is a small one."""
+    return save.joint if isinstance(save, SavePart) else save
 
 
 class LaneCopies(NamedTuple):
