@@ -176,6 +176,7 @@ def _draw(
     from interlace.bench.grid.pictures import draw_bars, draw_prefixes
     from interlace.bench.grid.record import write_atomically
     from interlace.bench.grid.timelines import record_median, timeline_plan
+    from interlace.bench.step_trace.picture import draw_picture
 
     def write(kind: str, content: bytes | None) -> None:
         if content is not None:
@@ -197,7 +198,7 @@ def _draw(
     except InterlaceError as error:  # what was measured stands without it
         _tell(f"no timeline: {error}", json)
     else:
-        write("timeline", timeline)
+        write("timeline", draw_picture(timeline, "svg"))  # fonts are files: no loop runs now
 
 
 def compare(
