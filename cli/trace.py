@@ -28,14 +28,19 @@ from interlace.cli.bench_options import (
     Repeats,
     engine_settings,
 )
-from interlace.cli.bench_output import StillProgress, check_json_target, show
+from interlace.cli.bench_output import (
+    StillProgress,
+    check_json_target,
+    check_target,
+    show,
+    writing,
+)
 from interlace.cli.live.beside import screen_beside
 from interlace.cli.metrics_option import MetricsPort, shared_metrics
 from interlace.cli.own_process import frozen_heap
 from interlace.cli.progress import progress_for
 from interlace.cli.running import run
 from interlace.cli.screen import harmless
-from interlace.engine.errors import ConfigError
 
 if TYPE_CHECKING:
     from typing import TextIO
@@ -180,21 +185,10 @@ def _tell(found: AnyTrace, stream: TextIO) -> None:
 
 
 def _check_target(option: str, target: str) -> None:
-    """Refuse a file that cannot be written, before minutes are spent on its content.
-
-    Raises: `ConfigError`.
-    """
-    path = Path(target)
-    if path.is_dir() or not path.parent.is_dir():
-        raise ConfigError(
-            f"{option} {target} cannot be written: name a file in an existing folder."
-        )
+    """Before minutes are spent on its content. Raises: `ConfigError`."""
+    check_target(option, target)
 
 
 def _write(option: str, target: str, content: bytes) -> None:
-    try:
+    with writing(option, target):
         Path(target).write_bytes(content)
-    except OSError as error:
-        raise ConfigError(
-            f"{option} {target} cannot be written: {error.strerror or error}."
-        ) from error

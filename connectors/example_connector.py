@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -301,15 +302,17 @@ class ExampleConnector(CountedConnector, KVConnectorBase_V1):
     @classmethod
     def validate_config(cls, vllm_config: EngineConfig) -> None:
         """Raises: `ConfigError` for bad options, for an engine that keeps hidden states beside its
-        KV, and for a directory that is another store's or cannot be made."""
+        KV, and for a directory that is another store's, or cannot be made, written or read."""
         transfer = vllm_config.kv_transfer_config
         assert transfer is not None, "it names this class"
         _refuse_hidden_states(vllm_config)
         root = ExampleConnectorOptions.of(transfer).root
-        _refuse_slabs(root)
-        if transfer.is_kv_producer and not root.is_dir():
-            with _saving_to(root):
+        with _saving_to(root) if transfer.is_kv_producer else _loading_from(root):
+            _refuse_slabs(root)
+            if transfer.is_kv_producer:
                 check_writable(root)
+            else:
+                _check_readable(root)
 
     @classmethod
     def check_setup(cls, scratch: Path) -> CheckSetup:
@@ -344,12 +347,30 @@ def _refuse_hidden_states(config: EngineConfig) -> None:
 
 
 def _refuse_slabs(root: Path) -> None:
-    """Raises: `ConfigError`."""
+    """Raises: `ConfigError`; `OSError` if that cannot be told."""
     if (root / MARKER).exists():
         raise ConfigError(
             f"{root} holds slabs of PipelineConnector's store of files (it has a {MARKER}): give"
             " ExampleConnector's shared_storage_path a directory of its own."
         )
+
+
+def _check_readable(root: Path) -> None:
+    """It may not be there yet: others make it. Raises: `OSError`."""
+    with contextlib.suppress(FileNotFoundError):
+        os.scandir(root).close()
+
+
+@contextlib.contextmanager
+def _loading_from(root: Path) -> Iterator[None]:
+    """Raises: `ConfigError` for an `OSError`."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(
+            f"KV cannot be loaded from {root}: {error.strerror or error}. Choose a"
+            " shared_storage_path that this user may read."
+        ) from error
 
 
 @contextlib.contextmanager
