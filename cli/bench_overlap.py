@@ -32,6 +32,7 @@ from interlace.cli.bench_options import (
 )
 from interlace.cli.bench_output import check_json_target
 from interlace.cli.bench_parts import measure_parts, parse_parts
+from interlace.cli.metrics_option import MetricsPort
 from interlace.cli.trace_option import TraceFile
 
 if TYPE_CHECKING:
@@ -82,6 +83,7 @@ def overlap(
     json: JsonTarget = None,
     live: Live = False,
     trace: TraceFile = None,
+    metrics: MetricsPort = None,
 ) -> None:
     """How much of loading a prompt's KV from host memory hides behind computing.
 
@@ -135,6 +137,7 @@ def overlap(
             json,
             live=live,
             trace=trace,
+            metrics=metrics,
         )
 
 

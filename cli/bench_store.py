@@ -31,6 +31,7 @@ from interlace.cli.bench_options import (
 )
 from interlace.cli.bench_output import check_json_target
 from interlace.cli.bench_parts import measure_parts, parse_parts
+from interlace.cli.metrics_option import MetricsPort
 from interlace.cli.trace_option import TraceFile
 
 if TYPE_CHECKING:
@@ -67,6 +68,7 @@ def store(
     json: JsonTarget = None,
     live: Live = False,
     trace: TraceFile = None,
+    metrics: MetricsPort = None,
 ) -> None:
     """What KV in files brings: reading, looking up, first tokens, saving.
 
@@ -113,4 +115,5 @@ def store(
             json,
             live=live,
             trace=trace,
+            metrics=metrics,
         )

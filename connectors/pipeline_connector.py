@@ -61,12 +61,12 @@ Read on in this order:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from interlace.connectors.base import CheckSetup, KVConnectorBase_V1
-from interlace.connectors.counted_metrics import CountedMetrics
+from interlace.connectors.counted_metrics import CountedConnector
 from interlace.connectors.kv_folders.identity import KVIdentity
 from interlace.connectors.pipeline.layer_pipeline import Pace
 from interlace.connectors.pipeline.messages import PipelineHandshake, PipelineMetadata
@@ -91,7 +91,7 @@ from interlace.engine.kv_connector import (
     KVConnectorRole,
     KVConnectorWorkerMetadata,
 )
-from interlace.engine.kv_connector_stats import KVConnectorPromMetrics, KVConnectorStats
+from interlace.engine.kv_connector_stats import KVConnectorStats
 from interlace.engine.ports import LayerGates, TransferRecorder
 from interlace.engine.request import Request
 from interlace.engine.scheduler_output import SchedulerOutput
@@ -113,7 +113,7 @@ CHECK_HOST_BYTES = 256 << 10
 """Of `interlace check`'s tiny engines: under a hundred records, so that they are reused."""
 
 
-class PipelineConnector(KVConnectorBase_V1):
+class PipelineConnector(CountedConnector, KVConnectorBase_V1):
     """See the module's docstring, and the base class for when each method is called.
 
     Each instance has one side: `_scheduler` on the event loop, from the handshake on, or `_worker`
@@ -121,6 +121,7 @@ class PipelineConnector(KVConnectorBase_V1):
     """
 
     default_load_failure_policy = "recompute"
+    metric_numbers = NUMBERS
 
     def __init__(
         self,
@@ -400,19 +401,6 @@ class PipelineConnector(KVConnectorBase_V1):
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
         """False: it has gates, see `get_layer_gates`."""
         return False
-
-    @classmethod
-    def build_prom_metrics(
-        cls,
-        vllm_config: EngineConfig,
-        metric_types: Mapping[type[Any], Callable[..., Any]],
-        labelnames: list[str],
-        per_engine_labelvalues: dict[int, list[object]],
-    ) -> KVConnectorPromMetrics:
-        """Of all that `PipelineStats` has."""
-        return CountedMetrics(
-            vllm_config, metric_types, labelnames, per_engine_labelvalues, NUMBERS
-        )
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> PipelineStats:

@@ -67,6 +67,7 @@ __all__ = [
     "SaveTransfer",
     "TransferStats",
     "Visit",
+    "transfer_of",
 ]
 
 DEFAULT_GROUP_SIZE = 2
@@ -84,6 +85,11 @@ compute for them as long as the host queues the rest."""
 
 
 SaveTransfer: TypeAlias = FedTransfer | SavePart
+
+
+def transfer_of(save: SaveTransfer) -> FedTransfer:
+    """What copies it, for others too if it is a small one."""
+    return save.joint if isinstance(save, SavePart) else save
 
 
 class LaneCopies(NamedTuple):

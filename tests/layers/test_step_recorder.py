@@ -394,6 +394,7 @@ def test_every_mark_of_a_graph_lives_as_long_as_it() -> None:
     for layer in range(NUM_LAYERS):
         hooks.wait(layer)
         hooks.save(layer)
+    assert hooks.end is not None
     hooks.end()
     gc.collect()
     assert len(made) == 2 * NUM_LAYERS + 2
