@@ -62,7 +62,6 @@ from interlace.engine.snapshot import EngineSnapshot, take_snapshot
 from interlace.engine.step_recording import StepRecording
 from interlace.engine.step_timings import RecordingFacts
 from interlace.engine.tokenizer import Tokenizer
-from interlace.engine.trace_collector import TraceCollector
 from interlace.engine.transfer_picture import ConnectorPicture, joined_by_name, pictures_of
 
 if TYPE_CHECKING:
@@ -622,16 +621,8 @@ class AsyncEngine:
         fails; and as `record_steps`. Cancellation: the file is written first.
         """
         self._check_open()
-        target = Path(path)
-
-        def begin() -> EngineTracing:
-            collector = TraceCollector(last_steps, self._clock.monotonic())
-            tracing = EngineTracing(target, self.events(), collector)
-            self._tasks.create_task(tracing.run(), name="interlace-trace")
-            return tracing
-
-        model, look = self.model_config.model, self.record_steps
-        async with traced(target, last_steps, self.config, model, look, begin) as tracing:
+        given = (Path(path), last_steps, self.config, self.model_config.model)
+        async with traced(*given, self.record_steps, self._clock, self._events) as tracing:
             yield tracing
 
     def __repr__(self) -> str:

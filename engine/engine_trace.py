@@ -91,7 +91,7 @@ class LeftOut:
     timings: int = 0
     """Steps and copies that were not told of: see `TimingsDropped`."""
     events: int = 0
-    """That came faster than they were read."""
+    """That could not be taken in."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -12,10 +13,13 @@ from interlace.engine.config import EngineConfig
 from interlace.engine.device_thread import finish_despite_cancel
 from interlace.engine.engine_trace import EngineTrace, EngineTraceFacts
 from interlace.engine.errors import ConfigError
-from interlace.engine.events import EventStream
+from interlace.engine.events import Event, EventBus
+from interlace.engine.ports import Clock
 from interlace.engine.step_timings import RecordingFacts
 from interlace.engine.trace_collector import TraceCollector
 from interlace.engine.trace_file import check_target, write_trace
+
+logger = logging.getLogger(__name__)
 
 LAST_STEPS = 512
 """Of a trace, if nothing else is said: some megabytes of a file."""
@@ -23,26 +27,30 @@ MOST_LAST_STEPS = 8192
 
 
 class EngineTracing:
-    """What `AsyncEngine.trace` gives, while it is entered."""
+    """What `AsyncEngine.trace` gives, while it is entered. An `EventSink`."""
 
-    def __init__(self, path: Path, events: EventStream, collector: TraceCollector) -> None:
-        """For `traced`."""
+    def __init__(self, path: Path, collector: TraceCollector) -> None:
+        """For `AsyncEngine.trace`."""
         self.path = path
         """The file; it is there when the context has ended."""
-        self._events = events
         self._collector = collector
+        self._num_lost = 0
 
-    async def run(self) -> None:
-        """Take events until there will be none. Cancellation: loses nothing, `end` takes them."""
-        async for event in self._events:
+    def push(self, event: Event) -> None:
+        """Note one event. What goes wrong is counted, and never the engine's."""
+        try:
             self._collector.take(event)
+        except Exception:
+            if not self._num_lost:
+                logger.exception("the trace %s lacks an event", self.path)
+            self._num_lost += 1
 
-    def end(self, facts: EngineTraceFacts) -> EngineTrace:
-        """What was recorded. Nothing more is."""
-        self._events.close()
-        for event in self._events.take_pending():
-            self._collector.take(event)
-        return self._collector.trace(facts, self._events.num_dropped)
+    def close(self) -> None:
+        """The engine has ended: there will be no more events."""
+
+    def trace(self, facts: EngineTraceFacts) -> EngineTrace:
+        """What is known by now."""
+        return self._collector.trace(facts, self._num_lost)
 
 
 @asynccontextmanager
@@ -52,10 +60,11 @@ async def traced(
     config: EngineConfig,
     model: str,
     look: Callable[[], AbstractAsyncContextManager[RecordingFacts]],
-    begin: Callable[[], EngineTracing],
+    clock: Clock,
+    events: EventBus,
 ) -> AsyncIterator[EngineTracing]:
     """See `AsyncEngine.trace`. `model` is what it is called. Steps are timed while `look()` is
-    entered; `begin` opens the stream of events, and has it read."""
+    entered."""
     if not 1 <= last_steps <= MOST_LAST_STEPS:
         raise ConfigError(f"last_steps must be from 1 to {MOST_LAST_STEPS}, not {last_steps}.")
     await asyncio.to_thread(check_target, path)
@@ -63,11 +72,13 @@ async def traced(
     recorded: EngineTracing | None = None
     try:
         async with look() as facts:
-            recorded = begin()
+            recorded = EngineTracing(path, TraceCollector(last_steps, clock.monotonic()))
+            events.add(recorded)
             yield recorded
     finally:
         if recorded is not None:
-            trace = recorded.end(_facts(config, model, facts))
+            events.discard(recorded)
+            trace = recorded.trace(_facts(config, model, facts))
             loop = asyncio.get_running_loop()
             await finish_despite_cancel(loop.run_in_executor(None, write_trace, path, trace))
 

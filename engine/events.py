@@ -10,7 +10,7 @@ import asyncio
 import dataclasses
 import weakref
 from collections import deque
-from typing import ClassVar, Self
+from typing import ClassVar, Protocol, Self
 
 from interlace.engine.kv_events import MEDIUM_GPU
 from interlace.engine.outputs import FinishReason
@@ -241,11 +241,23 @@ class EventStream:
         return self._pending.popleft()
 
 
+class EventSink(Protocol):
+    """Who takes events one by one, as an `EventStream` does for its reader."""
+
+    def push(self, event: Event) -> None:
+        """Take one event, at once: never raises."""
+        ...
+
+    def close(self) -> None:
+        """There will be no more. Idempotent."""
+        ...
+
+
 class EventBus:
     """Hands each event to every open stream; a stream that was dropped leaves by itself."""
 
     def __init__(self) -> None:
-        self._streams: weakref.WeakSet[EventStream] = weakref.WeakSet()
+        self._streams: weakref.WeakSet[EventSink] = weakref.WeakSet()
         self._closed = False
 
     @property
@@ -256,15 +268,19 @@ class EventBus:
     def subscribe(self, max_pending: int = 65536) -> EventStream:
         """Open a stream of all events from now on."""
         stream = EventStream(self, max_pending)
-        if self._closed:
-            stream.close()
-        else:
-            self._streams.add(stream)
+        self.add(stream)
         return stream
 
-    def discard(self, stream: EventStream) -> None:
-        """Forget a stream."""
-        self._streams.discard(stream)
+    def add(self, sink: EventSink) -> None:
+        """Hand all events from now on to this one too, as long as somebody holds it."""
+        if self._closed:
+            sink.close()
+        else:
+            self._streams.add(sink)
+
+    def discard(self, sink: EventSink) -> None:
+        """Forget a stream, or another sink."""
+        self._streams.discard(sink)
 
     def emit(self, event: Event) -> None:
         """Hand `event` to every open stream."""

@@ -11,6 +11,7 @@ import re
 import socket
 import sys
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 from fake_engine import DIE, WAIT, WARN, FakeEngine, Script
 
@@ -24,7 +25,11 @@ SIGNS = {"~": WAIT, "!": WARN, "#": DIE}
 
 @contextlib.asynccontextmanager
 async def start_fake(
-    config: EngineConfig, progress: Progress, *, metrics: socket.socket | None = None
+    config: EngineConfig,
+    progress: Progress,
+    *,
+    metrics: socket.socket | None = None,
+    trace: Path | None = None,
 ) -> AsyncIterator[ChatEngine]:
     pieces = [SIGNS.get(piece, piece) for piece in re.findall("[~!#]|[^~!#]{1,3}", answer)]
     yield FakeEngine(Script(pieces))

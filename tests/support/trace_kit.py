@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
+from pathlib import Path
 
+from interlace.bench.engine_trace.parse import read_file
 from interlace.engine.engine_trace import (
     EngineTrace,
     EngineTraceFacts,
@@ -88,6 +91,13 @@ def sample_trace() -> EngineTrace:
         ),
         LeftOut(steps=2),
     )  # fmt: skip
+
+
+async def read(path: Path) -> EngineTrace:
+    """The trace in a file."""
+    trace = await asyncio.to_thread(read_file, path)
+    assert trace is not None
+    return trace
 
 
 def problems_of(trace: EngineTrace) -> list[str]:
