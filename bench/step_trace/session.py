@@ -53,7 +53,9 @@ async def record_timeline(
                 clock=clock,
             )
         )
-        await stack.enter_async_context(shown(engine, "timeline", prepared.metrics, prepared.traces))
+        await stack.enter_async_context(
+            shown(engine, "timeline", prepared.metrics, prepared.traces)
+        )
         hits = _Hits(EngineArm(engine, clock), prepared.loaded.architecture.vocab_size, plan)
         traces = []
         with progress.task("timeline", plan.repeats + 1) as advance:
