@@ -50,6 +50,7 @@ Read on in this order:
     pipeline/worker_feeder.py    what goes on beside the steps, slice by slice
     pipeline/worker_backward.py  the same from the back, with a share that may change
     pipeline/worker_deadlines.py what happens when a copy does not return
+    pipeline/worker_notes.py     what was copied when, for who looks at steps
     pipeline/records.py          the host memory
     pipeline/store_directory.py  the directory of files
     pipeline/sched_files.py      files: what is read, copied from directly, and written there

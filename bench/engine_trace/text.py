@@ -23,14 +23,14 @@ _LEGEND = "numbers are layers; . waits at a gate, - embed and head"
 
 def lines(trace: EngineTrace, num_steps: int = LAST_STEPS) -> list[str]:
     """All of it, with the last `num_steps` steps as rows."""
-    rows = rows_of(trace)
+    rows, left_out = rows_of(trace), _left_out(trace.left_out)
+    if not rows:
+        return [*_facts(trace), "no step was timed", *left_out]
     return [
-        *_facts(trace),
-        "",
-        *([_HEAD, *map(_row, rows[-num_steps:])] if rows else ["no step was timed"]),
-        "",
-        *_totals(totals_of(trace)),
-        *_left_out(trace.left_out),
+        *(*_facts(trace), ""),
+        *(_HEAD, *map(_row, rows[-num_steps:]), ""),
+        *(*_totals(totals_of(trace)), *left_out, ""),
+        *step_view(trace),
     ]
 
 

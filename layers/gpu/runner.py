@@ -442,6 +442,7 @@ class GpuRunner:
         if self._decoder.device.type == "cuda":
             torch.cuda.synchronize()  # tokens on their way need what they are copied to
         self._pending.clear()
+        self._recording = None
         self._graphs.close()
 
 

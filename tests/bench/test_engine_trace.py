@@ -330,6 +330,13 @@ loads       24.0 MB in 4.500 ms, 5.3 GB/s; 77.8% of that beside computing
 saves       12.0 MB in 1.000 ms, 12.0 GB/s; 0.0% of that beside computing
 event loop  a step takes 0.100 ms from planned to handed over, 0.100 ms to apply it (medians)
 left out    2 steps
+
+steps 2 to 5
+load                               0==1########2========               #####
+compute ---0=====1####2=====---      ---.0=====1#####........2=====------=1#=---
+store                          ======
+        0                                                              12.500 ms
+numbers are layers; . waits at a gate, - embed and head
 """
 
 

@@ -34,6 +34,7 @@ from interlace.engine.kv_connector import (
 )
 from interlace.engine.kv_events import AllBlocksCleared, BlockRemoved, CountedKVEvents
 from interlace.engine.ports import LateLayerGates
+from interlace.engine.step_timings import TransferTiming
 from interlace.layers.attention_backend import TritonAttentionBackend
 
 SCHEDULER, WORKER = KVConnectorRole.SCHEDULER, KVConnectorRole.WORKER
@@ -142,6 +143,38 @@ def test_all_children_may_move_their_transfers_on(
         monkeypatch.setattr(child.connector, "advance_transfers", own)
     assert worker.advance_transfers() is bool(more)
     assert asked == [0, 1]
+
+
+class Recorder:
+    """A `TransferRecorder` that tells at once."""
+
+    def __init__(self) -> None:
+        self.told: list[TransferTiming] = []
+
+    def mark(self) -> float:
+        return 1.0
+
+    def add(self, begin: Any, end: Any, tell: Callable[[float, float], TransferTiming]) -> None:
+        self.told.append(tell(begin, end))
+
+
+def test_all_children_tell_of_their_copies_by_their_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, worker = sides_of(talker(), talker())
+    given: list[Any] = []
+    for child in worker._children:
+        monkeypatch.setattr(child.connector, "record_transfers", given.append)
+    recorder = Recorder()
+    worker.record_transfers(recorder)
+    for own in given:
+        own.add(
+            own.mark(),
+            own.mark(),
+            lambda begin, end: TransferTiming("load", "load", (), 0, 1, 1, 8, "", begin, end),
+        )
+    keys = [child.key for child in worker._children]
+    assert [one.lane for one in recorder.told] == [f"{key} load" for key in keys]
+    worker.record_transfers(None)
+    assert given[2:] == [None, None]
 
 
 def test_late_load_errors_are_those_of_all_children(monkeypatch: pytest.MonkeyPatch) -> None:

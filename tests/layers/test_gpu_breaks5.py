@@ -156,8 +156,8 @@ class Properties:
 class Graph:
     """One whose capture was given up by the driver."""
 
-    def capture_begin(self, pool: object) -> None:
-        pass
+    def capture_begin(self, pool: object, capture_error_mode: str) -> None:
+        assert capture_error_mode == "global", "before the first step"
 
     def capture_end(self) -> None:
         raise RuntimeError("the capture was invalidated")

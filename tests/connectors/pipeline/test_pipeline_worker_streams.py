@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -23,8 +25,12 @@ from interlace.connectors.pipeline.layer_pipeline import (
 from interlace.connectors.pipeline.worker_feeder import FedTransfer
 from interlace.engine.errors import ConnectorError
 from interlace.engine.ports import LateLayerGates
+from interlace.engine.step_timings import StepTiming, Timings, TransferTiming
 from interlace.layers.cuda_lanes import CudaLanes
+from interlace.layers.kv_hooks import LayerHooks
+from interlace.layers.moments import EventMoments
 from interlace.layers.page_copies import Copied, CopyWay, PageCopies, Run, Runs
+from interlace.layers.step_recorder import LayerMarks, StepRecorder, StepTimer
 
 NUM_RECORDS, NUM_BLOCKS, NUM_LAYERS, PAGE_BYTES = 24, 32, 5, 32
 GROUP = 2
@@ -547,3 +553,149 @@ def test_one_gate_that_is_not_armed_is_enough() -> None:
     assert not is_armed(gates, 9)
     gates.gates[0].armed_for = 9
     assert is_armed(gates, 9)
+
+
+# -------------------------------------------------------------------- who looks
+
+
+class Recorded(Kit):
+    """What is copied and computed is taken down, with the device's times."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__(seed)
+        self.moments = EventMoments(self.device, lambda: self.device.now)
+        self.recorder = StepRecorder(self.moments, NUM_LAYERS)
+        self.pipeline.record(self.recorder)
+
+    def timer(self, step_id: int) -> StepTimer:
+        output: Any = SimpleNamespace(step_id=step_id, num_scheduled_tokens={"a": 3})
+        return self.recorder.begin_step(output)
+
+    def waits(self) -> LayerHooks:
+        return LayerHooks(self.pipeline.wait, lambda layer: None)
+
+    def compute(self, hooks: LayerHooks) -> None:
+        """Each layer is read between its hooks."""
+        for layer in range(NUM_LAYERS):
+            self.device.run_some(4)
+            hooks.wait(layer)
+            self.read(layer)
+            hooks.save(layer)
+        assert hooks.end is not None
+        hooks.end()
+
+    def told(self) -> Timings:
+        self.device.drain()
+        return self.recorder.take()
+
+
+def check_waits(step: StepTiming, pieces: Sequence[TransferTiming]) -> None:
+    """No layer passed its gate before its KV was there, as far as the device tells."""
+    came = {
+        layer: piece.end_s
+        for piece in pieces
+        for layer in range(piece.first_layer, piece.end_layer)
+    }
+    assert len(step.layers) == NUM_LAYERS
+    for layer in step.layers:
+        assert layer.arrived_s <= layer.passed_s < layer.end_s
+        assert layer.passed_s > came[layer.layer]
+
+
+@settings(max_examples=40, deadline=None)
+@given(seed=seeds, pace=st.sampled_from(Pace))
+def test_a_recorded_step_tells_of_each_group_and_each_wait(seed: int, pace: Pace) -> None:
+    kit = Recorded(seed)
+    timer = kit.timer(7)
+    kit.pipeline.submit_load([RUNS, OTHER], 7, pace=pace, request_ids=["a", "b"])
+    kit.compute(timer.around(kit.waits()))
+    timer.end()
+    kit.pipeline.submit_rest()
+    told = kit.told()
+    assert kit.saw_all(RUNS + OTHER)
+    assert [one.first_layer for one in told.transfers] == FIRST_OF_GROUPS
+    assert sum(one.num_bytes for one in told.transfers) == 9 * NUM_LAYERS * PAGE_BYTES
+    assert {(one.step_id, one.request_ids, one.num_blocks) for one in told.transfers} == {
+        (7, ("a", "b"), 9)
+    }
+    (step,) = told.steps
+    check_waits(step, told.transfers)
+
+
+@settings(max_examples=40, deadline=None)
+@given(seed=seeds)
+def test_recorded_graphs_wait_as_others_do_and_two_of_them_tell_each_their_own(seed: int) -> None:
+    """Captured with events between the layers; the second step is launched before the first one
+    has ended."""
+    kit = Recorded(seed)
+    gates = kit.pipeline.layer_gates
+    assert gates is not None
+    graphs = []
+    for _ in range(2):
+        events = [kit.moments.external_event() for _ in range(2 * NUM_LAYERS + 2)]
+        marks = LayerMarks(lambda events=events: kit.moments.record(events.pop()), NUM_LAYERS)  # type: ignore[misc]
+        stream = FakeStream()
+        with kit.device.on(stream):
+            kit.compute(marks.around(LayerHooks(gates.wait_here, lambda layer: None)))
+        graphs.append((tuple(stream.ops), marks))
+    kit.device.drain()
+    lent: list[int] = []
+    for step_id, (ops, marks) in enumerate([*graphs, *graphs, *graphs], start=1):
+        load = kit.pipeline.submit_load([RUNS], step_id, request_ids=["a"])
+        assert gates.are_armed(step_id)
+        timer = kit.timer(step_id)
+        timer.borrow(marks, lambda step_id=step_id: lent.append(step_id))  # type: ignore[misc]
+        replay(kit, ops)
+        timer.end()
+        if step_id % 2:
+            kit.device.run_some(20)
+            continue
+        told = kit.told()
+        assert is_done(load)
+        assert [one.step_id for one in told.steps] == [step_id - 1, step_id]
+        assert lent == list(range(1, step_id + 1))
+        for step in told.steps:
+            own = [one for one in told.transfers if one.step_id == step.step_id]
+            check_waits(step, own)
+            assert step.begin_s <= step.layers[0].arrived_s
+            assert step.layers[-1].end_s <= step.end_s
+        assert told.steps[0].layers[-1].end_s <= told.steps[1].layers[0].arrived_s
+
+
+def replay(kit: Kit, ops: Sequence[Any]) -> None:
+    """Its records are made anew; a wait takes the event's state at the launch."""
+    for op in ops:
+        if callable(op):
+            kit.device.queue(op)
+        elif op[0] == "record":
+            op[1].record(kit.device.current())
+        else:
+            kit.device.current().wait_event(op[1])
+
+
+def test_slices_beside_the_steps_are_told_with_the_names_they_got_later() -> None:
+    kit = Recorded()
+    load = kit.pipeline.submit_bulk(RUNS)
+    load.name = "a"
+    save = kit.pipeline.submit_save(OTHER, after=kit.pipeline.record_compute())
+    save.name = "save 3"
+    kit.device.drain()
+    kit.pipeline.poll()
+    told = kit.told().transfers
+    loads = [one for one in told if one.way == "load"]
+    saves = [one for one in told if one.way == "save"]
+    assert {(one.lane, one.request_ids) for one in loads} == {("bulk", ("a",))}
+    assert {(one.lane, one.request_ids, one.transfer) for one in saves} == {("store", (), "save 3")}
+    assert sum(one.num_bytes for one in loads) == 6 * NUM_LAYERS * PAGE_BYTES
+    assert all(one.begin_s < one.end_s for one in told)
+    kit.pipeline.record(None)
+    kit.pipeline.submit_bulk(RUNS)
+    assert kit.told().is_empty
+
+
+def test_a_copy_that_is_refused_is_told_with_its_reason() -> None:
+    kit = Recorded()
+    kit.copies.refused_layer = 3
+    kit.pipeline.submit_load([RUNS], 2, request_ids=["a"])
+    reasons = {one.first_layer: one.error for one in kit.told().transfers}
+    assert reasons == {0: None, 1: None, 2: "CUDA refuses", 4: "CUDA refuses"}
