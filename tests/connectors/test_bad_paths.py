@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import errno
 import os
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from interlace.connectors import new_folder
 from interlace.connectors.factory import KVConnectorFactory
 from interlace.engine.config import EngineConfig, KVRole, KVTransferConfig
 from interlace.engine.errors import ConfigError
@@ -100,7 +100,7 @@ def test_a_file_system_that_is_only_read(
     def refuse(*_: Any, **__: Any) -> Any:
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
-    monkeypatch.setattr(new_folder.tempfile, "mkdtemp", refuse)
+    monkeypatch.setattr(tempfile, "mkdtemp", refuse)
     with pytest.raises(ConfigError, match="Read-only file system"):
         KVConnectorFactory().validate_config(config_of(kind, root / "kv", "kv_both"))
 
