@@ -40,7 +40,7 @@ from interlace.cli.bench_run import compare
 from interlace.cli.bench_run import run as run_grid
 from interlace.cli.bench_store import store
 from interlace.cli.kv_options import KVConfig, KVConnector, KVDir, kv_transfer_config
-from interlace.cli.live.beside import screen_beside
+from interlace.cli.live.beside import check_terminal, screen_beside
 from interlace.cli.metrics_option import MetricsPort, shared_metrics
 from interlace.cli.own_process import frozen_heap
 from interlace.cli.progress import progress_for
@@ -305,6 +305,7 @@ def kv(
     from interlace.engine.clock import MonotonicClock
 
     check_json_target(json)
+    check_terminal(live)
     names = [experiment.value for experiment in Experiment]
     if only is not None and only not in names:
         raise typer.BadParameter(f"{only!r} is none of {', '.join(names)}.", param_hint="--only")
@@ -355,6 +356,7 @@ def _measure(
     from interlace.engine.clock import MonotonicClock
 
     check_json_target(json)
+    check_terminal(live)
     traces = Traces(trace_target(trace))
     with (
         shared_metrics(metrics) as shared,

@@ -21,7 +21,7 @@ from interlace.cli.bench_output import (
     print_table,
     write_text,
 )
-from interlace.cli.live.beside import screen_beside
+from interlace.cli.live.beside import check_terminal, screen_beside
 from interlace.cli.metrics_option import MetricsPort, shared_metrics
 from interlace.cli.own_process import frozen_heap
 from interlace.cli.progress import progress_for
@@ -101,6 +101,7 @@ def run(
     from interlace.bench.scratch import scratch_folder
 
     check_json_target(json)
+    check_terminal(live)
     content = _read(file)
     spec = parse_grid(content, file.name)
     if plot:

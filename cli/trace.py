@@ -36,7 +36,7 @@ from interlace.cli.bench_output import (
     show,
     writing,
 )
-from interlace.cli.live.beside import screen_beside
+from interlace.cli.live.beside import check_terminal, screen_beside
 from interlace.cli.metrics_option import MetricsPort, shared_metrics
 from interlace.cli.own_process import frozen_heap
 from interlace.cli.progress import progress_for
@@ -148,6 +148,7 @@ def timeline(
     from interlace.engine.clock import MonotonicClock
 
     check_json_target(json)
+    check_terminal(live)
     _check_target("--trace", trace)
     plan = TimelinePlan(prompt_tokens, new, repeats, group_size, load_mode)
     plan.check()

@@ -1,4 +1,5 @@
-"""`--metrics PORT`: served while a command's engine is open; what cannot be is refused before."""
+"""`--metrics PORT`: served while a command's engine is open; what cannot be is refused before, and
+so is `--live`."""
 
 from __future__ import annotations
 
@@ -85,6 +86,16 @@ def test_a_port_that_cannot_be_had_is_one_line_before_anything_is_loaded(
     code, _, err = run(*command, "--metrics", "70000")
     assert (code, err.count("\n")) == (1, 1)
     assert "from 1 to 65535" in err
+
+
+@pytest.mark.parametrize("command", COMMANDS[1:], ids=" ".join)
+@pytest.mark.usefixtures("nothing_is_loaded", "elsewhere")
+def test_no_terminal_to_watch_on_is_one_line_before_anything_is_loaded(
+    run: Run, command: tuple[str, ...]
+) -> None:
+    code, out, err = run(*command, "--live")
+    assert (code, out, err.count("\n")) == (1, "", 1)
+    assert "--live needs a terminal to draw on: leave it out" in err
 
 
 def test_chat_says_where_and_gives_the_port_to_its_engine(
