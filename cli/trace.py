@@ -187,8 +187,8 @@ def trace(
 
     Of an engine: a row for each of the last --steps steps, with what it
     waited for and what was loaded beside it, then where the time went; one
-    step with --step. "pause before": the device had no step. Pictures need
-    matplotlib: pip install interlace[plot].
+    step with --step. "pause": before the step the device had none. Pictures
+    need matplotlib: pip install interlace\\[plot].
     """
     for option, target in (("--png", png), ("--svg", svg)):
         if target is not None:
