@@ -5,7 +5,7 @@
 # changes.
 
 .DEFAULT_GOAL := help
-.PHONY: help chat test test-gpu soak lint format bench clean
+.PHONY: help chat plot test test-gpu soak lint format bench clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -24,6 +24,7 @@ endif
 help:
 	@echo 'make chat PROMPT="..."   ask one question and print the answer'
 	@echo 'make chat                talk with the model; /help lists its commands, /quit leaves'
+	@echo 'make plot                install what pictures need, for interlace trace --png'
 	@echo 'make test                run the tests'
 	@echo 'make test-gpu            run only the tests that need an NVIDIA GPU'
 	@echo 'make soak                run tests of the store that look for what is rare, for some minutes'
@@ -37,6 +38,8 @@ help:
 # exec: without a shell in between, Ctrl-C reaches the chat and not a shell that would leave first.
 chat: $(VENV)/.run-installed
 	@exec $(BIN)/interlace chat $(CHAT_FLAGS)
+
+plot: $(VENV)/.plot-installed
 
 # Bare pytest: `python -m pytest` would put the root on sys.path and load every module twice.
 # Triton decides at import whether it interprets its kernels, so those have a process of their own.
@@ -89,6 +92,11 @@ $(VENV)/.run-installed: $(VENV)/.made pyproject.toml constraints.txt
 	@echo 'Installing Interlace and PyTorch into $(VENV). This takes a minute, or some on a slow line.'
 	@$(PIP) -e .
 	@touch $@
+
+$(VENV)/.plot-installed: $(VENV)/.made pyproject.toml constraints.txt
+	@echo 'Installing Interlace, PyTorch and matplotlib into $(VENV). This takes a minute, or some.'
+	@$(PIP) -e '.[plot]'
+	@touch $(VENV)/.run-installed $@
 
 $(VENV)/.dev-installed: $(VENV)/.made pyproject.toml constraints.txt
 	@echo 'Installing Interlace, PyTorch and the test tools into $(VENV). This takes a minute or some.'

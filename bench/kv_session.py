@@ -11,9 +11,9 @@ from interlace.bench.kv_experiments import Experiment, KVBench, kv
 from interlace.bench.paired import CachingArm
 from interlace.bench.report import Report
 from interlace.bench.session import SEED, Prepared
+from interlace.bench.shown import shown
 from interlace.bench.workload import WorkSource
 from interlace.engine.config import KVTransferConfig
-from interlace.engine.live_feed import watchable
 from interlace.engine.ports import Clock, Progress
 
 
@@ -47,8 +47,7 @@ async def run_kv_benchmark(
             AsyncEngine.from_loaded(
                 engine_config, prepared.loaded, device=prepared.device, clock=clock
             ) as engine,
-            watchable(engine),
-            prepared.traces.of(engine),
+            shown(engine, name, prepared.metrics, prepared.traces),
         ):
             yield EngineArm(engine, clock, name)
 

@@ -16,6 +16,8 @@ def scratch_folder(parent: str | None, option: str) -> Iterator[Path]:
 
     `option` is where a user names `parent`. Raises: `ConfigError` if none can be made there.
     """
+    if parent is not None and not parent.strip():
+        raise ConfigError(f"the name of the folder is empty: name one that exists, by {option}.")
     try:
         scratch = tempfile.TemporaryDirectory(
             prefix="interlace-bench-", dir=parent, ignore_cleanup_errors=True

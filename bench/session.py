@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TYPE_CHECKING, Any
@@ -17,10 +16,10 @@ from interlace.bench.limits import Limits, measure_limits
 from interlace.bench.machine import Facts, torch_facts
 from interlace.bench.report import Report
 from interlace.bench.settings import Settings, pick_device
+from interlace.bench.shown import SharedMetrics, shown
 from interlace.bench.traces import Traces
 from interlace.bench.workload import WorkSource
 from interlace.engine.device_thread import DeviceThread
-from interlace.engine.live_feed import watchable
 from interlace.engine.ports import Clock, Progress
 
 if TYPE_CHECKING:
@@ -45,8 +44,10 @@ class Prepared:
     """The one thread that computes, whatever the arm."""
     limits: Limits | None = None
     """What the device can do, None if that is not wanted."""
+    metrics: SharedMetrics | None = None
+    """Where engines serve their metrics; None: nowhere."""
     traces: Traces = dataclasses.field(default_factory=Traces)
-    """Of the engines over it."""
+    """Of engines, if they are recorded."""
 
     @property
     def dtype(self) -> str:
@@ -63,7 +64,12 @@ class Prepared:
         self.device.close()
 
 
-def prepare(settings: Settings, progress: Progress) -> Prepared:
+def prepare(
+    settings: Settings,
+    progress: Progress,
+    metrics: SharedMetrics | None = None,
+    traces: Traces | None = None,
+) -> Prepared:
     """Load the model, and wrap it for transformers if `settings` say so. Blocks: no loop yet.
 
     All of it on one device thread, which every arm computes on: see `DeviceThread`. Limits are
@@ -73,13 +79,19 @@ def prepare(settings: Settings, progress: Progress) -> Prepared:
     """
     device = DeviceThread("bench-device")
     try:
-        return device.call(prepare_on, settings, progress, device)
+        return device.call(prepare_on, settings, progress, device, metrics, traces)
     except BaseException:
         device.close()
         raise
 
 
-def prepare_on(settings: Settings, progress: Progress, device: DeviceThread) -> Prepared:
+def prepare_on(
+    settings: Settings,
+    progress: Progress,
+    device: DeviceThread,
+    metrics: SharedMetrics | None = None,
+    traces: Traces | None = None,
+) -> Prepared:
     """`prepare` for several models that share `device`: call it there. Closing one of them closes
     the thread of all."""
     settings = pick_device(settings, progress)
@@ -100,7 +112,7 @@ def prepare_on(settings: Settings, progress: Progress, device: DeviceThread) -> 
         with progress.task("Measuring what the device can do", None):
             limits = measure_limits(loaded.decoder.device, loaded.decoder.dtype)
     facts: Facts = torch_facts(settings.device)  # the clocks of a GPU that has just worked
-    return Prepared(settings, loaded, reference, facts, device, limits)
+    return Prepared(settings, loaded, reference, facts, device, limits, metrics, traces or Traces())
 
 
 def _load(settings: Settings, progress: Progress) -> LoadedModel:
@@ -118,20 +130,14 @@ def _load(settings: Settings, progress: Progress) -> LoadedModel:
 
 
 @asynccontextmanager
-async def open_bench(
-    prepared: Prepared,
-    clock: Clock,
-    progress: Progress,
-    metrics: socket.socket | None = None,
-) -> AsyncIterator[Bench]:
+async def open_bench(prepared: Prepared, clock: Clock, progress: Progress) -> AsyncIterator[Bench]:
     """Engines and the other arms over one set of weights; all closed at the end.
 
-    `metrics`: where the only engine serves its metrics. Raises: `ConfigError`. Cancelling closes
-    what was opened.
+    Raises: `ConfigError`. Cancelling closes what was opened.
     """
     on_gpu = prepared.settings.device == "cuda"
     async with AsyncExitStack() as stack:
-        ours = await _open_engines(stack, prepared, clock, progress, metrics)
+        ours = await _open_engines(stack, prepared, clock, progress)
         theirs = None
         if prepared.reference is not None:
             from interlace.bench.transformers_arm import TransformersArm
@@ -163,11 +169,7 @@ def _bars(prepared: Prepared) -> Bars:
 
 
 async def _open_engines(
-    stack: AsyncExitStack,
-    prepared: Prepared,
-    clock: Clock,
-    progress: Progress,
-    metrics: socket.socket | None,
+    stack: AsyncExitStack, prepared: Prepared, clock: Clock, progress: Progress
 ) -> list[Arm]:
     from interlace import AsyncEngine
 
@@ -178,11 +180,8 @@ async def _open_engines(
                 config, prepared.loaded, device=prepared.device, progress=progress, clock=clock
             )
         )
-        if metrics is not None:
-            await engine.serve_metrics(metrics)
-        await stack.enter_async_context(watchable(engine))
-        await stack.enter_async_context(prepared.traces.of(engine))
         name = "interlace" if depth is None else f"interlace, {depth} in flight"
+        await stack.enter_async_context(shown(engine, name, prepared.metrics, prepared.traces))
         arms.append(EngineArm(engine, clock, name))
     return arms
 
@@ -194,14 +193,13 @@ async def run_benchmark(
     clock: Clock,
     progress: Progress,
     shape: dict[str, object],
-    metrics: socket.socket | None = None,
 ) -> Report:
     """Open the arms, run an experiment on them, as those of `bench/experiments.py`, and report.
 
-    `shape` is what the report shows beside the model; `metrics`: see `open_bench`. Raises: what the
-    engine raises. Cancelling stops after the run in progress.
+    `shape` is what the report shows beside the model. Raises: what the engine raises. Cancelling
+    stops after the run in progress.
     """
-    async with open_bench(prepared, clock, progress, metrics) as bench:
+    async with open_bench(prepared, clock, progress) as bench:
         rows, checks = await experiment(bench)
     notes: tuple[str, ...] = ()
     if isinstance(bench.tracer, KernelTracer) and bench.tracer.problem is not None:

@@ -6,7 +6,6 @@ Parses options only; `interlace.bench` measures. Imports no torch.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import sys
 from typing import TYPE_CHECKING, Annotated
 
@@ -41,8 +40,8 @@ from interlace.cli.bench_run import compare
 from interlace.cli.bench_run import run as run_grid
 from interlace.cli.bench_store import store
 from interlace.cli.kv_options import KVConfig, KVConnector, KVDir, kv_transfer_config
-from interlace.cli.live.beside import screen_beside
-from interlace.cli.metrics_option import MetricsPort, metrics_socket
+from interlace.cli.live.beside import check_terminal, screen_beside
+from interlace.cli.metrics_option import MetricsPort, shared_metrics
 from interlace.cli.own_process import frozen_heap
 from interlace.cli.progress import progress_for
 from interlace.cli.running import run
@@ -291,6 +290,8 @@ def kv(
         typer.Option("--only", metavar="NAME", help="reload, saving, idle or generating."),
     ] = None,
     trace: TraceFile = None,
+    live: Live = False,
+    metrics: MetricsPort = None,
     json: JsonTarget = None,
 ) -> None:
     """What KV in files brings and costs: loading and saving a prompt, a connector with no work,
@@ -304,18 +305,19 @@ def kv(
     from interlace.engine.clock import MonotonicClock
 
     check_json_target(json)
+    check_terminal(live)
     names = [experiment.value for experiment in Experiment]
     if only is not None and only not in names:
         raise typer.BadParameter(f"{only!r} is none of {', '.join(names)}.", param_hint="--only")
     experiment = None if only is None else Experiment(only)
-    progress = StillProgress(sys.stderr)
     traces = Traces(trace_target(trace))
     with (
         scratch_folder(kv_dir, "--kv-dir") as folder,
-        contextlib.closing(prepare(Settings(model), progress_for())) as opened,
+        shared_metrics(metrics) as shared,
+        contextlib.closing(prepare(Settings(model), progress_for(), shared, traces)) as prepared,
+        screen_beside(live, StillProgress(sys.stderr)) as progress,
         frozen_heap(),
     ):
-        prepared = dataclasses.replace(opened, traces=traces)
         shape = (prompt_tokens, repeats)
         report = run(
             lambda: run_kv_benchmark(
@@ -354,23 +356,16 @@ def _measure(
     from interlace.engine.clock import MonotonicClock
 
     check_json_target(json)
-    if metrics is not None and len(settings.max_inflight_steps) > 1:
-        raise typer.BadParameter(
-            "a port serves one engine: give one depth with --metrics.",
-            param_hint="--max-inflight-steps",
-        )
+    check_terminal(live)
     traces = Traces(trace_target(trace))
     with (
-        metrics_socket(metrics) as sock,
-        contextlib.closing(prepare(settings, progress_for())) as opened,
+        shared_metrics(metrics) as shared,
+        contextlib.closing(prepare(settings, progress_for(), shared, traces)) as prepared,
         screen_beside(live, StillProgress(sys.stderr)) as progress,
         frozen_heap(),
     ):
-        prepared = dataclasses.replace(opened, traces=traces)
         report = run(
-            lambda: run_benchmark(
-                name, prepared, experiment, MonotonicClock(), progress, shape, sock
-            )
+            lambda: run_benchmark(name, prepared, experiment, MonotonicClock(), progress, shape)
         )
     show(report, json)
     tell_of_traces(traces.written)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -76,11 +77,35 @@ def check_json_target(target: str | None) -> None:
 
     Raises: `ConfigError`.
     """
-    if target in (None, "-"):
-        return
-    path = Path(str(target))
-    if path.is_dir() or not path.parent.is_dir():
-        raise ConfigError(f"--json {target} cannot be written: name a file in an existing folder.")
+    if target is not None and target != "-":
+        check_target("--json", target)
+
+
+def check_target(option: str, target: str) -> None:
+    """Open the file that `option` names as who writes it will, and leave all as it was. Blocks.
+
+    Raises: `ConfigError`.
+    """
+    with writing(option, target):
+        path = Path(target)
+        is_new = not os.path.lexists(path)
+        if not path.is_fifo():  # which would wait for its reader
+            path.open("ab").close()
+        if is_new:
+            path.unlink()
+
+
+@contextlib.contextmanager
+def writing(option: str, target: str) -> Iterator[None]:
+    """Raises: `ConfigError` for what a file that cannot be written raises."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise ConfigError(
+            f"{option} {target} cannot be written ({reason}): name a file in an existing folder"
+            " that this user may write to."
+        ) from error
 
 
 def show(report: Report, json_target: str | None) -> None:
@@ -118,7 +143,5 @@ def write_text(content: str, json_target: str) -> None:
     if json_target == "-":
         sys.stdout.write(content)
         return
-    try:
+    with writing("--json", json_target):
         Path(json_target).write_text(content, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"--json {json_target} cannot be written: {error}.") from error

@@ -32,6 +32,8 @@ from interlace.cli.bench_options import (
 )
 from interlace.cli.bench_output import check_json_target
 from interlace.cli.bench_parts import measure_parts, parse_parts
+from interlace.cli.live.beside import check_terminal
+from interlace.cli.metrics_option import MetricsPort
 from interlace.cli.trace_option import TraceFile
 
 if TYPE_CHECKING:
@@ -82,6 +84,7 @@ def overlap(
     json: JsonTarget = None,
     live: Live = False,
     trace: TraceFile = None,
+    metrics: MetricsPort = None,
 ) -> None:
     """How much of loading a prompt's KV from host memory hides behind computing.
 
@@ -106,6 +109,7 @@ def overlap(
     memory empty before each load: "read ms" is what reading takes of a load.
     """
     check_json_target(json)
+    check_terminal(live)
     parts = _parts(part or [], store, path)
     counts = parse_counts("--new", new, MAX_TOKENS)
     sizes = _sizes(prompt_tokens, counts, repeats, decoders)
@@ -135,6 +139,7 @@ def overlap(
             json,
             live=live,
             trace=trace,
+            metrics=metrics,
         )
 
 

@@ -6,7 +6,6 @@ Imports no torch.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import enum
 import sys
 from collections.abc import Callable, Coroutine, Sequence
@@ -17,6 +16,7 @@ import typer
 from interlace.bench.part_names import ALL, chosen
 from interlace.cli.bench_output import StillProgress, print_table, write_json
 from interlace.cli.live.beside import screen_beside
+from interlace.cli.metrics_option import shared_metrics
 from interlace.cli.own_process import frozen_heap
 from interlace.cli.progress import progress_for
 from interlace.cli.running import run
@@ -49,6 +49,7 @@ def measure_parts(
     *,
     live: bool = False,
     trace: str | None = None,
+    metrics: int | None = None,
 ) -> None:
     """Load, and let `measure` run on an event loop. What is done is written as JSON, whatever
     comes. With `live` tables come when all is done: until then the view has the terminal. `trace`
@@ -67,11 +68,11 @@ def measure_parts(
 
     try:
         with (
-            contextlib.closing(prepare(settings, progress_for())) as opened,
+            shared_metrics(metrics) as shared,
+            contextlib.closing(prepare(settings, progress_for(), shared, traces)) as prepared,
             screen_beside(live, StillProgress(sys.stderr)) as progress,
             frozen_heap(),
         ):
-            prepared = dataclasses.replace(opened, traces=traces)
             run(lambda: measure(prepared, progress, seen))
     finally:
         for report in done if live else ():

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from interlace.cli.bench_options import JsonTarget
+from interlace.cli.bench_options import JsonTarget, Live
 from interlace.cli.bench_output import (
     PIPE_WIDTH,
     StillProgress,
@@ -21,6 +21,8 @@ from interlace.cli.bench_output import (
     print_table,
     write_text,
 )
+from interlace.cli.live.beside import check_terminal, screen_beside
+from interlace.cli.metrics_option import MetricsPort, shared_metrics
 from interlace.cli.own_process import frozen_heap
 from interlace.cli.progress import progress_for
 from interlace.cli.running import run as run_coroutine
@@ -72,6 +74,8 @@ def run(
     out: Out = None,
     path: ScratchPath = None,
     plot: Plot = False,
+    live: Live = False,
+    metrics: MetricsPort = None,
     json: JsonTarget = None,
 ) -> None:
     """Measure the arms of a grid in turns, and keep every sample.
@@ -97,6 +101,7 @@ def run(
     from interlace.bench.scratch import scratch_folder
 
     check_json_target(json)
+    check_terminal(live)
     content = _read(file)
     spec = parse_grid(content, file.name)
     if plot:
@@ -109,16 +114,23 @@ def run(
     target = _free_name(folder, file.stem, digest_of(content))
     with (
         scratch_folder(path, "--path") as scratch,
-        contextlib.closing(prepare_grid(spec, scratch, progress_for())) as prepared,
+        shared_metrics(metrics) as shared,
+        contextlib.closing(prepare_grid(spec, scratch, progress_for(), shared)) as prepared,
         frozen_heap(),
     ):
-        found = _measure(prepared, file.name, digest_of(content), target, json)
+        found = _measure(prepared, file.name, digest_of(content), target, json, live=live)
         if plot:
-            _draw(prepared, spec, found, target, json)
+            _draw(prepared, spec, found, target, json, live=live)
 
 
 def _measure(
-    prepared: PreparedGrid, name: str, digest: str, target: Path, json: str | None
+    prepared: PreparedGrid,
+    name: str,
+    digest: str,
+    target: Path,
+    json: str | None,
+    *,
+    live: bool,
 ) -> GridRun:
     """Run the rounds; whatever comes, what was measured is shown, and written."""
     from interlace import __version__
@@ -129,17 +141,19 @@ def _measure(
     clock = MonotonicClock()
     started = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     empty = empty_run(prepared, file=name, digest=digest, started=started, version=__version__)
-    runner = GridRunner(
-        prepared,
-        empty,
-        clock,
-        StillProgress(sys.stderr, clock),
-        lambda so_far: write_atomically(target, so_far.to_json()),
-    )
+    found = empty
+
+    def saved(so_far: GridRun) -> None:
+        write_atomically(target, so_far.to_json())
+
     try:
-        run_coroutine(runner.measure)
+        with screen_beside(live, StillProgress(sys.stderr, clock)) as progress:
+            runner = GridRunner(prepared, empty, clock, progress, saved)
+            try:
+                run_coroutine(runner.measure)
+            finally:
+                found = runner.run
     finally:
-        found = runner.run
         if found.has_samples:
             report = report_of(found)
             if report.rows:
@@ -152,11 +166,18 @@ def _measure(
 
 
 def _draw(
-    prepared: PreparedGrid, spec: GridSpec, found: GridRun, target: Path, json: str | None
+    prepared: PreparedGrid,
+    spec: GridSpec,
+    found: GridRun,
+    target: Path,
+    json: str | None,
+    *,
+    live: bool,
 ) -> None:
     from interlace.bench.grid.pictures import draw_bars, draw_prefixes
     from interlace.bench.grid.record import write_atomically
     from interlace.bench.grid.timelines import record_median, timeline_plan
+    from interlace.bench.step_trace.picture import draw_picture
 
     def write(kind: str, content: bytes | None) -> None:
         if content is not None:
@@ -170,15 +191,15 @@ def _draw(
     if isinstance(planned, str):
         _tell(f"no timeline: {planned}", json)
         return
-    progress = StillProgress(sys.stderr)
     try:
-        timeline = run_coroutine(
-            lambda: record_median(prepared, planned, MonotonicClock(), progress)
-        )
+        with screen_beside(live, StillProgress(sys.stderr)) as progress:
+            timeline = run_coroutine(
+                lambda: record_median(prepared, planned, MonotonicClock(), progress)
+            )
     except InterlaceError as error:  # what was measured stands without it
         _tell(f"no timeline: {error}", json)
     else:
-        write("timeline", timeline)
+        write("timeline", draw_picture(timeline, "svg"))  # fonts are files: no loop runs now
 
 
 def compare(

@@ -31,6 +31,8 @@ from interlace.cli.bench_options import (
 )
 from interlace.cli.bench_output import check_json_target
 from interlace.cli.bench_parts import measure_parts, parse_parts
+from interlace.cli.live.beside import check_terminal
+from interlace.cli.metrics_option import MetricsPort
 from interlace.cli.trace_option import TraceFile
 
 if TYPE_CHECKING:
@@ -67,6 +69,7 @@ def store(
     json: JsonTarget = None,
     live: Live = False,
     trace: TraceFile = None,
+    metrics: MetricsPort = None,
 ) -> None:
     """What KV in files brings: reading, looking up, first tokens, saving.
 
@@ -82,6 +85,7 @@ def store(
     with saving to files and without.
     """
     check_json_target(json)
+    check_terminal(live)
     parts = parse_parts(Part, part or [], DEFAULT_PARTS)
     counts = parse_counts("--new", new, MAX_TOKENS)
     settings = engine_settings(
@@ -113,4 +117,5 @@ def store(
             json,
             live=live,
             trace=trace,
+            metrics=metrics,
         )

@@ -292,7 +292,7 @@ def _lines(screen: Screen, interactive: bool) -> LineSource:
     if not interactive:
         return LineReader.of_stdin()
     if is_terminal(sys.stdout):
-        return TypedLines(PROMPT)
+        return TypedLines(PROMPT, screen.asking)
     return LineReader.of_stdin(ask=screen.prompt)
 
 

@@ -12,6 +12,7 @@ import os
 import select
 import sys
 from collections.abc import Awaitable, Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 from interlace.cli.blocking import BlockingThread
@@ -20,6 +21,7 @@ from interlace.engine.errors import PromptError
 
 MAX_LINE_BYTES = 4 * 2**20
 _CHUNK_BYTES = 65536
+Asking = Callable[[Callable[[], str]], AbstractContextManager[None]]
 
 
 class LineSource(Protocol):
@@ -39,13 +41,18 @@ class TypedLines:
     With line editing, history, and pasted text of several lines as one, where Python has readline.
     """
 
-    def __init__(self, prompt: str) -> None:
+    def __init__(self, prompt: str, asking: Asking) -> None:
+        """`asking` is around each question, with what tells how much of an answer is typed."""
         self._prompt = prompt
+        self._asking = asking
+        self._typed: Callable[[], str] = str
         self._thread = BlockingThread("interlace-stdin")
         if isinstance(sys.stdin, io.TextIOWrapper):
             sys.stdin.reconfigure(errors="replace")
         with contextlib.suppress(ImportError):  # `input` finds it once it is imported
-            import readline  # noqa: F401
+            import readline
+
+            self._typed = readline.get_line_buffer
 
     async def line(self) -> str | None:
         """Ask for a line. Cancellation: the terminal stays as readline needs it meanwhile."""
@@ -53,7 +60,8 @@ class TypedLines:
 
     def _ask(self) -> str | None:
         try:
-            return input(self._prompt)
+            with self._asking(self._typed):
+                return input(self._prompt)
         except EOFError:
             return None
 

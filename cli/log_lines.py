@@ -1,4 +1,5 @@
-"""What the log says while a chat is on the screen: between two answers, not in the midst of one.
+"""What the log says while a chat is on the screen: between two answers, not in the midst of one,
+and above a line that is being typed.
 
 Knows nothing of who logs. Who has configured logging is left alone: only what Python would print
 for want of a handler goes another way.

@@ -5,9 +5,12 @@ from __future__ import annotations
 import contextlib
 import socket
 from collections.abc import Iterator
-from typing import Annotated, TypeAlias
+from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 import typer
+
+if TYPE_CHECKING:
+    from interlace.bench.shown import SharedMetrics
 
 MetricsPort: TypeAlias = Annotated[
     int | None,
@@ -35,3 +38,15 @@ def metrics_socket(port: int | None) -> Iterator[socket.socket | None]:
     with contextlib.closing(listen(port)) as sock:
         typer.echo(f"metrics: {url_of(sock)}", err=True)
         yield sock
+
+
+@contextlib.contextmanager
+def shared_metrics(port: int | None) -> Iterator[SharedMetrics | None]:
+    """`metrics_socket` for a benchmark, which may open several engines. Raises: `ConfigError`."""
+    with metrics_socket(port) as sock:
+        if sock is None:
+            yield None
+            return
+        from interlace.bench.shown import SharedMetrics
+
+        yield SharedMetrics(sock)

@@ -14,8 +14,12 @@ import io
 import os
 import re
 import sys
+from collections.abc import Callable, Iterator
 from typing import TextIO
 
+from rich.cells import cell_len
+
+from interlace.cli.above_prompt import above, rows_of
 from interlace.cli.blocking import BlockingThread
 from interlace.engine.errors import InterlaceError
 
@@ -61,6 +65,7 @@ class Screen:
         self._terminal = terminal
         self._colour = colour
         self._thread = BlockingThread("interlace-stdout")
+        self._typed: Callable[[], str] | None = None  # of who is asked; set by any thread
         # What follows is used on that thread alone, but that any thread adds to `_waiting`.
         self._in_answer = False
         self._mid_line = False
@@ -113,9 +118,19 @@ class Screen:
         """Finish the line of a prompt that got no answer."""
         await self._thread.call(self._end_prompt)
 
+    @contextlib.contextmanager
+    def asking(self, typed: Callable[[], str]) -> Iterator[None]:
+        """Somebody else asks for a line meanwhile, and shows `PROMPT` and what is `typed`: warnings
+        stand above that. Any thread."""
+        self._typed = typed
+        try:
+            yield
+        finally:
+            self._typed = None
+
     def warn(self, text: str) -> None:
-        """Write a warning on standard error between two answers: it waits while one is written. Any
-        thread; returns at once, and raises nothing."""
+        """Write a warning on standard error between two answers: it waits while one is written, and
+        stands above a line that is being typed. Any thread; returns at once, and raises nothing."""
         self._waiting.append(self._safe(text) + "\n")
         self._thread.post(self._put_warnings)
 
@@ -170,8 +185,29 @@ class Screen:
                 _put(self._out, "\n")
         while self._waiting:
             with unsaid:
-                _put(self._err, self._waiting[0])
+                _put(self._err, self._placed(self._waiting[0]))
             self._waiting.popleft()  # now: `show_warnings` waits for what is not written
+
+    def _placed(self, warning: str) -> str:
+        """As it is to be written where the cursor stands."""
+        typed = self._typed
+        if typed is None:
+            return warning
+        shown = PROMPT + typed()
+        columns, lines = _size_of(self._err)
+        rows = rows_of(warning, columns)
+        if len(rows) < lines and os.environ.get("TERM", "dumb") != "dumb":
+            return above(rows, cell_len(shown), columns)
+        return f"\n{warning}{shown}"
+
+
+def _size_of(stream: TextIO) -> tuple[int, int]:
+    """Columns and lines of a terminal, as far as it tells."""
+    try:
+        columns, lines = os.get_terminal_size(stream.fileno())
+    except (OSError, ValueError):
+        columns = lines = 0
+    return columns or 80, lines or 24
 
 
 def _put(stream: TextIO, text: str) -> None:

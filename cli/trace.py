@@ -21,6 +21,7 @@ from interlace.cli.bench_options import (
     Dtype,
     GraphModeName,
     JsonTarget,
+    Live,
     MaxBatchedTokens,
     MaxModelLen,
     Model,
@@ -28,12 +29,19 @@ from interlace.cli.bench_options import (
     Repeats,
     engine_settings,
 )
-from interlace.cli.bench_output import StillProgress, check_json_target, show
+from interlace.cli.bench_output import (
+    StillProgress,
+    check_json_target,
+    check_target,
+    show,
+    writing,
+)
+from interlace.cli.live.beside import check_terminal, screen_beside
+from interlace.cli.metrics_option import MetricsPort, shared_metrics
 from interlace.cli.own_process import frozen_heap
 from interlace.cli.progress import progress_for
 from interlace.cli.running import run
 from interlace.cli.screen import harmless
-from interlace.engine.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -118,6 +126,8 @@ def timeline(
     max_model_len: MaxModelLen = None,
     max_num_batched_tokens: MaxBatchedTokens = None,
     cudagraph_mode: GraphModeName = None,
+    live: Live = False,
+    metrics: MetricsPort = None,
     json: JsonTarget = None,
 ) -> None:
     """Record one step that loads a prompt's KV layer by layer while it computes,
@@ -138,6 +148,7 @@ def timeline(
     from interlace.engine.clock import MonotonicClock
 
     check_json_target(json)
+    check_terminal(live)
     _check_target("--trace", trace)
     plan = TimelinePlan(prompt_tokens, new, repeats, group_size, load_mode)
     plan.check()
@@ -152,8 +163,12 @@ def timeline(
         request_tokens=prompt_tokens + new + 1,
     )
     settings = dataclasses.replace(settings, measure_limits=False)
-    progress = StillProgress(sys.stderr)
-    with contextlib.closing(prepare(settings, progress_for())) as prepared, frozen_heap():
+    with (
+        shared_metrics(metrics) as shared,
+        contextlib.closing(prepare(settings, progress_for(), shared)) as prepared,
+        screen_beside(live, StillProgress(sys.stderr)) as progress,
+        frozen_heap(),
+    ):
         found = run(lambda: record_timeline(prepared, plan, MonotonicClock(), progress))
     _write("--trace", trace, to_json(found.trace).encode())
     show(found.report, json)
@@ -250,21 +265,10 @@ def _echo(lines: Iterable[str], stream: TextIO) -> None:
 
 
 def _check_target(option: str, target: str) -> None:
-    """Refuse a file that cannot be written, before minutes are spent on its content.
-
-    Raises: `ConfigError`.
-    """
-    path = Path(target)
-    if path.is_dir() or not path.parent.is_dir():
-        raise ConfigError(
-            f"{option} {target} cannot be written: name a file in an existing folder."
-        )
+    """Before minutes are spent on its content. Raises: `ConfigError`."""
+    check_target(option, target)
 
 
 def _write(option: str, target: str, content: bytes) -> None:
-    try:
+    with writing(option, target):
         Path(target).write_bytes(content)
-    except OSError as error:
-        raise ConfigError(
-            f"{option} {target} cannot be written: {error.strerror or error}."
-        ) from error

@@ -76,7 +76,7 @@ async def load_transcript(name: str) -> Transcript:
                 content = await file.read(MAX_BYTES + 1)
         except (OSError, ValueError) as e:
             reason = getattr(e, "strerror", None) or str(e)
-            raise ConfigError(f"Cannot read {path}: {reason}.") from e
+            raise ConfigError(f"Cannot read {path}: {reason}. Name what /save has written.") from e
     return parse_transcript(path, content)
 
 

@@ -221,8 +221,9 @@ class KVConnectorBase_V1(ABC):  # noqa: N801 - the protocol's name
         that loads is replayed so: `start_load_kv` queues the copies layer by layer, arms the gates
         for the step's id behind them, and returns; no layer hook is called. Were they not all
         armed for that step, it runs eager, with its layer hooks, though `start_load_kv` was told
-        that a full graph would run. A connector with
-        gates need not say `requires_piecewise_for_cudagraph`. An extension of the protocol.
+        that a full graph would run. Gates that are `LateLayerGates` too may arm all but the first
+        layers' when those are launched: then a long load holds nothing up. A connector with gates
+        need not say `requires_piecewise_for_cudagraph`. An extension of the protocol.
         """
         return None
 

@@ -7,7 +7,7 @@ in one MultiConnector can share them. A connector says which of its numbers goes
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from interlace.engine.kv_connector_stats import KVConnectorPromMetrics
 
@@ -69,9 +69,9 @@ FAMILIES: Mapping[str, Family] = {
         "transfer",
     ),
     "kv_transfer_seconds": Family(
-        "Time that timed transfers took: load (within steps), load_beside (beside them), read,"
-        " write. Reads that have ended when they are first looked at are not timed, nor are saves."
-        " vLLM: kv_offload_total_time.",
+        "Time that timed transfers took, from the first copy to the last one of each, on its lane:"
+        " load (within steps), load_beside (beside them), save, read, write. Reads that have ended"
+        " when they are first looked at are not timed. vLLM: kv_offload_total_time.",
         "transfer",
     ),
     "kv_timed_transfer_bytes": Family(
@@ -143,3 +143,23 @@ class CountedMetrics(KVConnectorPromMetrics):
                 cell.set(value * number.scale)
             else:
                 cell.inc(value * number.scale)
+
+
+class CountedConnector:
+    """For connectors whose metrics are their statistics' numbers."""
+
+    metric_numbers: ClassVar[Mapping[str, Number]]
+    """See `CountedMetrics`."""
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: EngineConfig,
+        metric_types: Mapping[type[Any], Callable[..., Any]],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> KVConnectorPromMetrics:
+        """Of all that its statistics have."""
+        return CountedMetrics(
+            vllm_config, metric_types, labelnames, per_engine_labelvalues, cls.metric_numbers
+        )

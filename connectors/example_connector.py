@@ -23,12 +23,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import os
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from interlace.connectors.base import CheckSetup, KVConnectorBase_V1
-from interlace.connectors.counted_metrics import CountedMetrics
+from interlace.connectors.counted_metrics import CountedConnector
 from interlace.connectors.example_faults import FAULT_KINDS, damage
 from interlace.connectors.example_messages import ExampleMetadata, ExampleWorkerMetadata
 from interlace.connectors.example_options import ExampleConnectorOptions
@@ -50,7 +51,7 @@ from interlace.engine.kv_connector import (
     KVConnectorOutput,
     KVConnectorRole,
 )
-from interlace.engine.kv_connector_stats import KVConnectorPromMetrics, KVConnectorStats
+from interlace.engine.kv_connector_stats import KVConnectorStats
 from interlace.engine.kv_events import KVCacheEvent
 from interlace.engine.request import Request
 from interlace.engine.scheduler_output import SchedulerOutput
@@ -64,7 +65,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class ExampleConnector(KVConnectorBase_V1):
+class ExampleConnector(CountedConnector, KVConnectorBase_V1):
     """Stores every full block of prompts and answers in files, and loads them from there.
 
     What is stored: one folder for a run of blocks, with a safetensors file a layer and a manifest
@@ -88,6 +89,7 @@ class ExampleConnector(KVConnectorBase_V1):
     """
 
     store_fault_kinds = FAULT_KINDS
+    metric_numbers = NUMBERS
 
     def __init__(
         self,
@@ -300,15 +302,17 @@ class ExampleConnector(KVConnectorBase_V1):
     @classmethod
     def validate_config(cls, vllm_config: EngineConfig) -> None:
         """Raises: `ConfigError` for bad options, for an engine that keeps hidden states beside its
-        KV, and for a directory that is another store's or cannot be made."""
+        KV, and for a directory that is another store's, or cannot be made, written or read."""
         transfer = vllm_config.kv_transfer_config
         assert transfer is not None, "it names this class"
         _refuse_hidden_states(vllm_config)
         root = ExampleConnectorOptions.of(transfer).root
-        _refuse_slabs(root)
-        if transfer.is_kv_producer and not root.is_dir():
-            with _saving_to(root):
+        with _saving_to(root) if transfer.is_kv_producer else _loading_from(root):
+            _refuse_slabs(root)
+            if transfer.is_kv_producer:
                 check_writable(root)
+            else:
+                _check_readable(root)
 
     @classmethod
     def check_setup(cls, scratch: Path) -> CheckSetup:
@@ -328,19 +332,6 @@ class ExampleConnector(KVConnectorBase_V1):
         return True
 
     @classmethod
-    def build_prom_metrics(
-        cls,
-        vllm_config: EngineConfig,
-        metric_types: Mapping[type[Any], Callable[..., Any]],
-        labelnames: list[str],
-        per_engine_labelvalues: dict[int, list[object]],
-    ) -> KVConnectorPromMetrics:
-        """Of all that the workers count."""
-        return CountedMetrics(
-            vllm_config, metric_types, labelnames, per_engine_labelvalues, NUMBERS
-        )
-
-    @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> ExampleConnectorStats:
         """Statistics of this kind that consist of a copy of `data`."""
         return ExampleConnectorStats(data=dict(data or {}))
@@ -356,12 +347,30 @@ def _refuse_hidden_states(config: EngineConfig) -> None:
 
 
 def _refuse_slabs(root: Path) -> None:
-    """Raises: `ConfigError`."""
+    """Raises: `ConfigError`; `OSError` if that cannot be told."""
     if (root / MARKER).exists():
         raise ConfigError(
             f"{root} holds slabs of PipelineConnector's store of files (it has a {MARKER}): give"
             " ExampleConnector's shared_storage_path a directory of its own."
         )
+
+
+def _check_readable(root: Path) -> None:
+    """It may not be there yet: others make it. Raises: `OSError`."""
+    with contextlib.suppress(FileNotFoundError):
+        os.scandir(root).close()
+
+
+@contextlib.contextmanager
+def _loading_from(root: Path) -> Iterator[None]:
+    """Raises: `ConfigError` for an `OSError`."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(
+            f"KV cannot be loaded from {root}: {error.strerror or error}. Choose a"
+            " shared_storage_path that this user may read."
+        ) from error
 
 
 @contextlib.contextmanager

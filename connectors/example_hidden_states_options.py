@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from pathlib import Path
 
 from interlace.engine.config import KVTransferConfig
-from interlace.engine.options import Options
+from interlace.engine.options import Options, is_path
 
 _LONGEST_S = 86_400.0
 """What a step would wait for longer than a day is not meant to be waited for; threads can wait no
@@ -25,7 +26,7 @@ class HiddenStatesOptions(Options):
     def __post_init__(self) -> None:
         path = self.shared_storage_path
         self.require(
-            isinstance(path, str) and path.strip() != "" and "\0" not in path,
+            isinstance(path, str) and is_path(path),
             "shared_storage_path must name a folder: set it in kv_connector_extra_config.",
         )
         self.require_number("deadline_s", 0.01, _LONGEST_S)
@@ -44,4 +45,5 @@ class HiddenStatesOptions(Options):
     @property
     def root(self) -> Path:
         """The folder, absolute."""
-        return Path(self.shared_storage_path).expanduser().absolute()
+        path = os.path.expanduser(self.shared_storage_path)  # noqa: PTH111 - a ~ of nobody stays
+        return Path(path).absolute()

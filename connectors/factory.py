@@ -257,7 +257,7 @@ def _load_class(module_path: str, class_name: str) -> type[KVConnectorBase_V1]:
     """Import a class and check that it can be a connector. Raises: `ConfigError`."""
     try:
         module = importlib.import_module(module_path)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ConfigError(
             f"the module {module_path!r} of the KV connector {class_name!r} cannot be imported:"
             f" {type(error).__name__}: {error}. Check its name, and that it is installed or its"
@@ -267,7 +267,9 @@ def _load_class(module_path: str, class_name: str) -> type[KVConnectorBase_V1]:
     if found is None:
         candidates = [name for name, value in vars(module).items() if _is_connector(value)]
         has = f"its connectors: {', '.join(candidates)}" if candidates else "it has no connectors"
-        raise ConfigError(f"the module {module_path!r} has no {class_name!r}; {has}.")
+        raise ConfigError(
+            f"the module {module_path!r} has no {class_name!r}; {has}: name one that is there."
+        )
     return _checked(found, f"{module_path}.{class_name}")
 
 

@@ -24,7 +24,7 @@ from interlace.engine.kv_connector import (
     KVConnectorMetadata,
     KVConnectorRole,
 )
-from interlace.engine.ports import LayerGates, TransferRecorder
+from interlace.engine.ports import LateLayerGates, LayerGates, TransferRecorder
 from interlace.engine.step_timings import TransferTiming
 from interlace.engine.transfer_picture import ConnectorPicture, pictures_of
 
@@ -50,6 +50,29 @@ class _AllGates:
 
     def are_armed(self, step_id: int) -> bool:
         return all(gates.are_armed(step_id) for gates in self._gates)
+
+
+class _AllLateGates(_AllGates):
+    """The same, some of which may be armed late: `LateLayerGates`."""
+
+    def __init__(self, gates: Sequence[LayerGates], late: Sequence[LateLayerGates]) -> None:
+        """`late` are those among `gates`, one at least."""
+        super().__init__(gates)
+        self._late = tuple(late)
+        self._at_once = tuple(one for one in gates if one not in self._late)
+
+    @property
+    def num_first_layers(self) -> int:
+        return min(gates.num_first_layers for gates in self._late)
+
+    def are_first_armed(self, step_id: int) -> bool:
+        return all(gates.are_armed(step_id) for gates in self._at_once) and all(
+            gates.are_first_armed(step_id) for gates in self._late
+        )
+
+    def arm_rest(self, step_id: int) -> None:
+        for gates in self._late:
+            gates.arm_rest(step_id)
 
 
 class _ChildRecorder:
@@ -158,6 +181,9 @@ class MultiWorkerSide(KVConnectorBase_V1):
         """All children's gates as one; None if none has any. A step for which one child's alone
         are armed runs with its layer hooks."""
         gates = [one for one in self._each("get_layer_gates", lambda c: c.get_layer_gates()) if one]
+        late = [one for one in gates if isinstance(one, LateLayerGates)]
+        if late:
+            return _AllLateGates(gates, late)
         return _AllGates(gates) if gates else None
 
     def get_transfer_pictures(self) -> tuple[ConnectorPicture, ...]:

@@ -62,13 +62,14 @@ Read on in this order:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from interlace.connectors.base import CheckSetup, KVConnectorBase_V1
-from interlace.connectors.counted_metrics import CountedMetrics
+from interlace.connectors.counted_metrics import CountedConnector
 from interlace.connectors.kv_folders.identity import KVIdentity
+from interlace.connectors.pipeline.layer_pipeline import Pace
 from interlace.connectors.pipeline.messages import PipelineHandshake, PipelineMetadata
 from interlace.connectors.pipeline.options import PipelineOptions
 from interlace.connectors.pipeline.sched_metrics import NUMBERS
@@ -91,7 +92,7 @@ from interlace.engine.kv_connector import (
     KVConnectorRole,
     KVConnectorWorkerMetadata,
 )
-from interlace.engine.kv_connector_stats import KVConnectorPromMetrics, KVConnectorStats
+from interlace.engine.kv_connector_stats import KVConnectorStats
 from interlace.engine.ports import LayerGates, TransferRecorder
 from interlace.engine.request import Request
 from interlace.engine.scheduler_output import SchedulerOutput
@@ -106,12 +107,14 @@ if TYPE_CHECKING:
 
 _FIRST_LOOK_S = 10.0
 """What is found later is found all the same."""
+_LOOK_DELAY_S = 0.03
+"""A look takes the interpreter a millisecond or two, which a step's launch would wait for."""
 _CLOSE_S = 5.0
 CHECK_HOST_BYTES = 256 << 10
 """Of `interlace check`'s tiny engines: under a hundred records, so that they are reused."""
 
 
-class PipelineConnector(KVConnectorBase_V1):
+class PipelineConnector(CountedConnector, KVConnectorBase_V1):
     """See the module's docstring, and the base class for when each method is called.
 
     Each instance has one side: `_scheduler` on the event loop, from the handshake on, or `_worker`
@@ -119,6 +122,7 @@ class PipelineConnector(KVConnectorBase_V1):
     """
 
     default_load_failure_policy = "recompute"
+    metric_numbers = NUMBERS
 
     def __init__(
         self,
@@ -171,6 +175,7 @@ class PipelineConnector(KVConnectorBase_V1):
         stored = StoredBlocks(
             catalog,
             self.lanes.lane("look"),
+            delay_s=0.0 if is_replayed else _LOOK_DELAY_S,
             threshold=self.options.store_threshold,
             watch=None if is_replayed else Watch(catalog),
         )
@@ -300,7 +305,7 @@ class PipelineConnector(KVConnectorBase_V1):
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         """Queue the step's loads, those within it layer by layer."""
         is_replayed = forward_context.cudagraph_runtime_mode is GraphMode.FULL
-        self._worker.start(self._metadata, by_layer=not is_replayed)
+        self._worker.start(self._metadata, Pace.IN_TWO if is_replayed else Pace.BY_LAYER)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Let the layer wait at its gate."""
@@ -397,19 +402,6 @@ class PipelineConnector(KVConnectorBase_V1):
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
         """False: it has gates, see `get_layer_gates`."""
         return False
-
-    @classmethod
-    def build_prom_metrics(
-        cls,
-        vllm_config: EngineConfig,
-        metric_types: Mapping[type[Any], Callable[..., Any]],
-        labelnames: list[str],
-        per_engine_labelvalues: dict[int, list[object]],
-    ) -> KVConnectorPromMetrics:
-        """Of all that `PipelineStats` has."""
-        return CountedMetrics(
-            vllm_config, metric_types, labelnames, per_engine_labelvalues, NUMBERS
-        )
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> PipelineStats:

@@ -31,13 +31,19 @@ from interlace.engine.errors import (
     RequestError,
     SamplingError,
 )
-from interlace.engine.events import EventBus, EventStream
+from interlace.engine.events import EventBus, EventStream, RequestFinished
 from interlace.engine.live_feed import LiveFeed
 from interlace.engine.live_frame import EngineFacts
 from interlace.engine.loop import StepLoop
 from interlace.engine.mailbox import Mailbox
 from interlace.engine.output_processor import OutputProcessor
-from interlace.engine.outputs import Completion, RequestOutput, Usage, merge_outputs
+from interlace.engine.outputs import (
+    Completion,
+    FinishReason,
+    RequestOutput,
+    Usage,
+    merge_outputs,
+)
 from interlace.engine.ports import Clock, SchedulerConnector, StepRunner
 from interlace.engine.prompt import (
     ChatMessages,
@@ -331,6 +337,7 @@ class AsyncEngine:
         if mailbox is not None:
             usage = Usage(0, 0, 0, 0)
             mailbox.put(RequestOutput(request_id, finish_reason="abort", usage=usage))
+            self._tell_unqueued_end(request_id, "abort")
             return True
         if not self._outputs.abort(request_id):
             return False
@@ -399,15 +406,26 @@ class AsyncEngine:
             if not mailbox.closed:
                 self._admit(request, mailbox)
         except InterlaceError as error:
-            mailbox.fail(error)
+            self._refuse(mailbox, request_id, error)
         except Exception as error:  # noqa: BLE001 - this prompt's own; the engine goes on
             failure = RequestError(f"the prompt cannot be read: {type(error).__name__}: {error}")
             failure.__cause__ = error
-            mailbox.fail(failure)
+            self._refuse(mailbox, request_id, failure)
         finally:
             self._num_preparing -= 1
             if self._preparing.get(request_id) is mailbox:  # a later request may have the id
                 del self._preparing[request_id]
+
+    def _refuse(self, mailbox: Mailbox, request_id: str, error: InterlaceError) -> None:
+        if not mailbox.closed:  # else it was aborted meanwhile, and that was told
+            mailbox.fail(error)
+            self._tell_unqueued_end(request_id, "error")
+
+    def _tell_unqueued_end(self, request_id: str, reason: FinishReason) -> None:
+        """A request has ended that the scheduler never knew."""
+        self._scheduler.count_unqueued_end()
+        if self._events.active:
+            self._events.emit(RequestFinished(self._clock.monotonic(), request_id, reason, 0))
 
     def _build(
         self,

@@ -80,7 +80,8 @@ def families_of(snapshot: EngineSnapshot) -> Iterator[Metric]:
     yield from _tokens(snapshot)
     yield _counter(
         "requests_ended_total",
-        "Requests that have ended, in whatever way; interlace_requests_finished_total has reasons.",
+        "Requests that have ended, in whatever way, those included that were never queued;"
+        " interlace_requests_finished_total has reasons.",
         stats.num_finished_requests,
     )
     yield _counter(

@@ -57,7 +57,8 @@ class RequestFirstToken(Event):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RequestFinished(Event):
-    """A request ended, for whatever reason."""
+    """A request ended, for whatever reason; also one that was never queued, since it was aborted
+    or refused while it was tokenised."""
 
     name: ClassVar[str] = "request.finished"
     request_id: str

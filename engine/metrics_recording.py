@@ -248,7 +248,8 @@ class MetricsRecording(Collector):
         queued_s = self._queued_s.pop(event.request_id, None)
         if queued_s is not None:
             self._whole.add(event.time_s - queued_s)
-        self._ended.append(event.request_id)
+        if event.num_generated_tokens:  # else no step has a token of it
+            self._ended.append(event.request_id)
 
     # ---------------------------------------------------------------- scrapes
 
@@ -256,8 +257,9 @@ class MetricsRecording(Collector):
         """What was recorded so far."""
         finished = CounterMetricFamily(
             "interlace_requests_finished_total",
-            "Requests that ended since metrics are recorded, by how; none of those that ended while"
-            " they were tokenised, or with the step loop. vLLM: request_success_total.",
+            "Requests that ended since metrics are recorded, by how; those too that were aborted or"
+            " refused (error) while they were tokenised, and none that ended with the step loop."
+            " vLLM: request_success_total.",
             labels=["finish_reason"],
         )
         for reason, number in self._finished.items():

@@ -8,9 +8,21 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
+import os
 from typing import Any, ClassVar, Self
 
 from interlace.engine.errors import ConfigError, InterlaceError
+
+
+def is_path(value: object) -> bool:
+    """Whether it can name a file or a folder: no empty text, none with what no name may have."""
+    if not isinstance(value, str | os.PathLike):
+        return False
+    try:
+        name = os.fsencode(value)
+    except UnicodeEncodeError:
+        return False
+    return name.strip() != b"" and b"\0" not in name
 
 
 class Options:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
 
 from interlace.engine.kv_connector import (
     KVCacheBlocks,
@@ -201,6 +201,30 @@ class LayerGates(Protocol):
 
     def are_armed(self, step_id: int) -> bool:
         """Whether every gate will open when what step `step_id` loads is in the pages."""
+        ...
+
+
+@runtime_checkable
+class LateLayerGates(LayerGates, Protocol):
+    """Gates of which those of the first layers alone need be armed for a step to begin.
+
+    Queueing a long load takes the host as long as the device takes for a layer or two. So the
+    runner captures such a step as two graphs, cut before layer `num_first_layers`. It launches the
+    first one, has the rest armed while that runs, and launches the second one if all are armed by
+    then; if not, the step runs once more, from its begin, with its layer hooks. Device thread.
+    """
+
+    @property
+    def num_first_layers(self) -> int:
+        """Layers before the cut. Never changes. Graphs of models with no more layers are whole."""
+        ...
+
+    def are_first_armed(self, step_id: int) -> bool:
+        """As `are_armed`, of the gates of the first layers."""
+        ...
+
+    def arm_rest(self, step_id: int) -> None:
+        """Arm the gates of the other layers. What it raises is a failed load."""
         ...
 
 

@@ -206,6 +206,10 @@ class Scheduler:
         if request.response_kv_transfer_params:
             self.settle_unheard()  # what is reported may change them before they are delivered
 
+    def count_unqueued_end(self) -> None:
+        """A request has ended that was never added."""
+        self._count(num_finished_requests=1)
+
     def _queue_of(self, request: Request) -> RequestQueue:
         if request.status is RequestStatus.RUNNING:
             return self.running

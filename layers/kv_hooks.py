@@ -31,7 +31,7 @@ from interlace.engine.kv_connector import (
 )
 from interlace.engine.kv_connector_stats import KVConnectorStats
 from interlace.engine.kv_events import KVConnectorKVEvents
-from interlace.engine.ports import LayerGates, TransferRecorder, WorkerConnector
+from interlace.engine.ports import LateLayerGates, LayerGates, TransferRecorder, WorkerConnector
 from interlace.engine.scheduler_output import SchedulerOutput
 from interlace.engine.transfer_picture import ConnectorPicture, pictures_of
 from interlace.layers.attention_backend import TritonAttentionBackend
@@ -87,6 +87,7 @@ class KVHooks:
         self._is_idle = False  # the connector, in this step: see `KVConnectorMetadata.is_idle`
         self._failed_blocks: frozenset[int] = frozenset()
         self._num_blocks = len(next(iter(layers.values())))
+        self._late_gates: LateLayerGates | None = None
         if cross_layers is None:
             self._call("register_kv_caches", dict(layers))
         else:
@@ -120,8 +121,14 @@ class KVHooks:
         if gates is None or all(
             callable(getattr(gates, name, None)) for name in ("wait_here", "are_armed")
         ):
+            self._late_gates = gates if isinstance(gates, LateLayerGates) else None
             return gates
         raise self._broken("get_layer_gates", gates, "an object with wait_here and are_armed")
+
+    def arm_rest(self, output: SchedulerOutput) -> None:
+        """Let late gates be armed, if that is what they are. What is raised is a failed load."""
+        if self._late_gates is not None:
+            self._guard_load(output, call_hook, self._late_gates, "arm_rest", output.step_id)
 
     def handle_preemptions(self, output: SchedulerOutput) -> None:
         """Let the connector finish reading what this step hands on. Raises: `ConnectorError`."""
@@ -150,14 +157,14 @@ class KVHooks:
         self._call("bind_connector_metadata", output.kv_connector_metadata)
         self._context = ForwardContext(self._layers, make_metadata, mode)
         if output.loading_block_ids and not output.async_loading_req_ids:
-            self._load(output, "start_load_kv", self._context)
+            self._guard_load(output, self._call, "start_load_kv", self._context)
         else:
             self._call("start_load_kv", self._context)
 
-    def _load(self, output: SchedulerOutput, hook: str, *args: object) -> None:
+    def _guard_load(self, output: SchedulerOutput, call: Callable[..., Any], *args: object) -> None:
         """Call a hook of in-step loading: if it raises, the blocks to be loaded are invalid."""
         try:
-            self._call(hook, *args)
+            call(*args)
         except InterlaceError as error:  # a failed load, whatever was raised
             # Only the text is kept: a traceback would keep the step's activations alive.
             logger.error("%s; the blocks of this step's loads count as not loaded", str(error))
@@ -289,7 +296,7 @@ class KVHooks:
         if not output.loading_block_ids:
             self._call("wait_for_layer_load", name)
         elif not self._failed_blocks:
-            self._load(output, "wait_for_layer_load", name)
+            self._guard_load(output, self._call, "wait_for_layer_load", name)
 
     def shutdown(self) -> None:
         """Let the connector release what it holds. Never raises: what it raises is logged."""

@@ -39,8 +39,7 @@ class LayerMarks:
         self._last = num_layers - 1
         self.arrived: list[Any] = []
         self.passed: list[Any] = []
-        self.end: Any = None
-        """Behind the last layer."""
+        self._ends: list[Any] = []  # all are kept: a graph in which one was recorded needs it
 
     def around(self, hooks: LayerHooks | None) -> LayerHooks:
         """`hooks` with marks around each layer's wait, once a step or a capture; None: marks alone.
@@ -65,13 +64,14 @@ class LayerMarks:
         return LayerHooks(wait, save, self.end_layers)
 
     def end_layers(self) -> None:
-        """The last layer was computed, so far as one knows."""
-        self.end = self._mark()
+        """The last layer was computed, so far as one knows. The last call counts."""
+        self._ends.append(self._mark())
 
     @property
     def has_all(self) -> bool:
         """Whether every layer was marked."""
-        return len(self.arrived) == len(self.passed) == self._last + 1 and self.end is not None
+        are_all = len(self.arrived) == len(self.passed) == self._last + 1
+        return are_all and bool(self._ends)
 
     def timings(self, time_s: Callable[[Any], float]) -> tuple[LayerTiming, ...]:
         """Of all layers, once the step has ended; none if they were not marked."""
@@ -82,7 +82,7 @@ class LayerMarks:
             begin if after is before else time_s(after)
             for begin, before, after in zip(arrived, self.arrived, self.passed, strict=True)
         ]
-        bounds = (*arrived[1:], time_s(self.end))
+        bounds = (*arrived[1:], time_s(self._ends[-1]))
         return tuple(map(LayerTiming, range(len(arrived)), arrived, passed, bounds))
 
 
@@ -112,8 +112,11 @@ class StepTimer:
         return mark
 
     def around(self, hooks: LayerHooks | None, mode: GraphMode = GraphMode.NONE) -> LayerHooks:
-        """The layer hooks of a step that calls them, with marks; it runs in `mode`."""
+        """The layer hooks of a step that calls them, with marks; it runs in `mode`, maybe after a
+        graph whose gates were not all armed."""
         self.mode = mode
+        self.is_gated = False
+        self._marks = self._own_marks
         return self._own_marks.around(hooks)
 
     def end_layers(self) -> None:

@@ -143,6 +143,10 @@ class Workers:
         for hooks in self._hooks:
             hooks.pre_forward(output, make_metadata, mode)
 
+    def arm_rest(self, output: SchedulerOutput) -> None:
+        """See `LateLayerGates`, of the only worker."""
+        self._hooks[0].arm_rest(output)
+
     def layer_hooks(self, output: SchedulerOutput) -> LayerHooks | None:
         """The layer hooks of the only worker, after `begin_loads`; None if it has none."""
         assert len(self.pages) == 1, "several workers take turns within `Attend`"

@@ -27,7 +27,7 @@ def checkout(tmp_path: Path) -> Path:
         stub = tmp_path / ".venv/bin" / name
         stub.write_text(STUB)
         stub.chmod(0o755)
-    for name in (".made", ".run-installed", ".dev-installed"):
+    for name in (".made", ".run-installed", ".plot-installed", ".dev-installed"):
         (tmp_path / ".venv" / name).touch()
     return tmp_path
 
@@ -97,7 +97,9 @@ def test_a_second_run_installs_nothing(checkout: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize(("target", "wanted"), [("chat", "-e ."), ("test", "-e .[dev]")])
+@pytest.mark.parametrize(
+    ("target", "wanted"), [("chat", "-e ."), ("plot", "-e .[plot]"), ("test", "-e .[dev]")]
+)
 @pytest.mark.parametrize("changed", ["pyproject.toml", "constraints.txt"])
 def test_changed_requirements_are_installed(
     checkout: Path, target: str, wanted: str, changed: str
@@ -111,10 +113,11 @@ def test_changed_requirements_are_installed(
     assert f"-c constraints.txt {wanted}\n" in done.stdout
 
 
-def test_installing_for_tests_serves_chat_too(checkout: Path) -> None:
-    for name in (".run-installed", ".dev-installed"):
+@pytest.mark.parametrize("target", ["plot", "test"])
+def test_installing_for_more_serves_chat_too(target: str, checkout: Path) -> None:
+    for name in (".run-installed", ".plot-installed", ".dev-installed"):
         (checkout / ".venv" / name).unlink()
-    assert make(checkout, "test").returncode == 0
+    assert make(checkout, target).returncode == 0
     assert "Installing" not in make(checkout, "chat").stdout
 
 

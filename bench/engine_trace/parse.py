@@ -51,9 +51,12 @@ def read_file(path: Path) -> EngineTrace | None:
                 return None
             content = head + file.read(MAX_FILE_BYTES + 1 - len(head))
     except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror or error}.") from error
+        reason = error.strerror or error
+        raise ConfigError(f"{path} cannot be read ({reason}): name what --trace wrote.") from error
     if len(content) > MAX_FILE_BYTES:
-        raise ConfigError(f"{path} is larger than 256 MiB, which no trace is.")
+        raise ConfigError(
+            f"{path} is larger than 256 MiB, which no trace is: name what --trace wrote."
+        )
     try:
         return from_json(content.decode("utf-8"))
     except (ConfigError, UnicodeDecodeError) as error:

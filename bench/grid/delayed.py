@@ -17,7 +17,7 @@ from interlace.bench.overlap.connector import METER, MeteredPipelineConnector, M
 from interlace.bench.overlap.meter import Meter
 from interlace.bench.overlap.slow_link import UselessCopies
 from interlace.bench.passing_copies import HeldLoads
-from interlace.connectors.pipeline.layer_pipeline import LaneCopies
+from interlace.connectors.pipeline.layer_pipeline import LaneCopies, Pace
 from interlace.connectors.pipeline.messages import PipelineMetadata
 from interlace.connectors.pipeline.options import PipelineOptions
 from interlace.connectors.pipeline.worker_feeder import Copies
@@ -110,12 +110,12 @@ class DelayedWorker(MeteredWorker):
         )
         return LaneCopies(held_load, held_bulk, store)
 
-    def start(self, metadata: PipelineMetadata, *, by_layer: bool = False) -> None:
+    def start(self, metadata: PipelineMetadata, pace: Pace = Pace.AT_ONCE) -> None:
         """As in `PipelineWorker`: as much is queued beside the steps as suits such a store."""
         if self._known_delay_s != self._delays.block_delay_s:
             self._known_delay_s = self._delays.block_delay_s
             self.expect_load_rate(self._delays.expected_bytes_per_s)
-        super().start(metadata, by_layer=by_layer)
+        super().start(metadata, pace)
 
 
 class DelayedLoads(HeldLoads):

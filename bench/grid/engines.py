@@ -21,6 +21,7 @@ from interlace.bench.overlap.engines import FEWEST_SEQS
 from interlace.bench.overlap.meter import LoadTimes
 from interlace.bench.session import Prepared
 from interlace.bench.settings import Settings
+from interlace.bench.shown import shown
 from interlace.bench.timeline import Sample
 from interlace.bench.workload import Work, WorkSource
 from interlace.connectors.factory import KVConnectorFactory
@@ -242,9 +243,12 @@ async def open_arm(
             kv_connector_extra_config={**transfer.kv_connector_extra_config, METER: meter},
         )
     config = engine_config(prepared.settings, key, room, transfer)
-    async with AsyncEngine.from_loaded(
-        config, prepared.loaded, device=prepared.device, progress=progress, clock=clock
-    ) as engine:
+    async with (
+        AsyncEngine.from_loaded(
+            config, prepared.loaded, device=prepared.device, progress=progress, clock=clock
+        ) as engine,
+        shown(engine, key.label, prepared.metrics, prepared.traces),
+    ):
         arm = EngineArm(engine, clock)
         if meter is None:
             yield PlainArm(arm, stores=transfer is not None)

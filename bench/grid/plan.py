@@ -43,6 +43,18 @@ class EngineKey:
         """Whether it is transformers."""
         return self.engine == TRANSFORMERS
 
+    @property
+    def label(self) -> str:
+        """What it is, for people: engines on other models may have the same."""
+        facts = {
+            "graph_mode": self.graph_mode,
+            "group_size": self.group_size,
+            "max_num_batched_tokens": self.max_num_batched_tokens,
+            "max_inflight_steps": self.max_inflight_steps,
+        }
+        told = [f"{name} {value}" for name, value in facts.items() if value is not None]
+        return ", ".join([*(x for x in (self.connector, self.store) if x), *told]) or self.engine
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Room:

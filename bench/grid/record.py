@@ -155,7 +155,9 @@ def read_run(path: Path) -> GridRun:
             content = file.read(MAX_BYTES + 1)
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
-        raise ConfigError(f"{path} cannot be read: {reason}.") from error
+        raise ConfigError(
+            f"{path} cannot be read ({reason}): name what `interlace bench run` wrote."
+        ) from error
     return parse_run(content, str(path))
 
 

@@ -26,6 +26,7 @@ from interlace.bench.grid.record import ArmRun, GridRun, GridSample, with_sample
 from interlace.bench.grid.spec import GridSpec
 from interlace.bench.session import Prepared, prepare_on
 from interlace.bench.settings import Settings, pick_device
+from interlace.bench.shown import SharedMetrics
 from interlace.bench.workload import Work, WorkSource
 from interlace.engine.device_thread import DeviceThread, finish_despite_cancel
 from interlace.engine.errors import ConfigError
@@ -63,14 +64,16 @@ class PreparedGrid:
         self.device.close()
 
 
-def prepare_grid(spec: GridSpec, folder: Path, progress: Progress) -> PreparedGrid:
+def prepare_grid(
+    spec: GridSpec, folder: Path, progress: Progress, metrics: SharedMetrics | None = None
+) -> PreparedGrid:
     """Load every model once. Blocks: no loop yet. What no engine takes is refused before that.
 
     Raises: `ConfigError`, `ModelError`.
     """
     device = DeviceThread("bench-device")
     try:
-        models = device.call(_load_all, spec, folder, progress, device)
+        models = device.call(_load_all, spec, folder, progress, device, metrics)
     except BaseException:
         device.close()
         raise
@@ -83,7 +86,11 @@ def engine_folder(number: int) -> str:
 
 
 def _load_all(
-    spec: GridSpec, folder: Path, progress: Progress, device: DeviceThread
+    spec: GridSpec,
+    folder: Path,
+    progress: Progress,
+    device: DeviceThread,
+    metrics: SharedMetrics | None,
 ) -> dict[ModelKey, Prepared]:
     """Device thread."""
     picked = {
@@ -96,7 +103,9 @@ def _load_all(
         own = folder / engine_folder(number)
         own.mkdir()
         check_engine(picked[engine.model], spec, engine, Room.of(points), own)
-    return {key: prepare_on(settings, progress, device) for key, settings in picked.items()}
+    return {
+        key: prepare_on(settings, progress, device, metrics) for key, settings in picked.items()
+    }
 
 
 def _settings(key: ModelKey, points: Sequence[Point]) -> Settings:

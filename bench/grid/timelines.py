@@ -11,9 +11,9 @@ from interlace.bench.grid.record import ArmRun, GridRun
 from interlace.bench.grid.session import PreparedGrid
 from interlace.bench.grid.spec import GridSpec
 from interlace.bench.spread import Spread
-from interlace.bench.step_trace.picture import draw_picture
 from interlace.bench.step_trace.session import record_timeline
 from interlace.bench.step_trace.setup import LoadMode, TimelinePlan
+from interlace.bench.step_trace.trace import AnyTrace
 from interlace.engine.ports import Clock, Progress
 
 RECORDED = 5
@@ -68,13 +68,10 @@ def _median(arm: ArmRun) -> float:
 
 async def record_median(
     prepared: PreparedGrid, planned: PlannedTimeline, clock: Clock, progress: Progress
-) -> bytes:
-    """Record runs of the arm in an engine of its own, and draw the one that took the median time,
-    as SVG.
+) -> AnyTrace:
+    """Record runs of the arm in an engine of its own: the one that took the median time.
 
-    Raises: `ConfigError` without matplotlib; what `record_timeline` raises. Cancelling stops after
-    the run in progress.
+    Raises: what `record_timeline` raises. Cancelling stops after the run in progress.
     """
     model = prepared.of(planned.point)
-    found = await record_timeline(model, planned.plan, clock, progress)
-    return draw_picture(found.trace, "svg")
+    return (await record_timeline(model, planned.plan, clock, progress)).trace

@@ -7,6 +7,7 @@ Nothing else is changed: a request takes the way that `load_mode` would have for
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
@@ -15,7 +16,7 @@ from interlace.bench.awake_steps import awake
 from interlace.bench.connector_option import take_option
 from interlace.bench.overlap.meter import Meter
 from interlace.bench.overlap.slow_link import SlowLoads, UselessCopies
-from interlace.connectors.pipeline.layer_pipeline import LaneCopies
+from interlace.connectors.pipeline.layer_pipeline import LaneCopies, Pace, PipelinedLoad
 from interlace.connectors.pipeline.messages import PipelineHandshake, PipelineMetadata
 from interlace.connectors.pipeline.options import PipelineOptions
 from interlace.connectors.pipeline.rates import Forecast
@@ -123,24 +124,23 @@ class MeteredWorker(PipelineWorker):
         )
         return LaneCopies(slow_load, slow_bulk, store)
 
-    def start(self, metadata: PipelineMetadata, *, by_layer: bool = False) -> None:
+    def start(self, metadata: PipelineMetadata, pace: Pace = Pace.AT_ONCE) -> None:
         """As in `PipelineWorker`; loads are timed and noted."""
         meter = self._meter
         if self._slowdown != meter.slowdown:
             self._slowdown = meter.slowdown
             self.expect_load_rate(meter.link_bytes_per_s / meter.slowdown)
         if not meter.is_on:
-            super().start(metadata, by_layer=by_layer)
+            super().start(metadata, pace)
             return
         meter.use(self._open.pipeline.watch)
         if metadata.loads or metadata.num_tokens:
             meter.note_begin(metadata.num_tokens)
         known = len(self._step_loads)
-        began = time.perf_counter()
-        super().start(metadata, by_layer=by_layer)
-        submit_s = time.perf_counter() - began
+        super().start(metadata, pace)
         for step_load in self._step_loads[known:]:
             num_runs = sum(len(load.runs) for load in step_load.loads)
+            submit_s = functools.partial(_submit_s, step_load.pipelined)
             meter.note_load(step_load.pipelined, num_runs=num_runs, submit_s=submit_s)
 
     def _begin(self, one: BulkLoad, chunk: Chunk) -> FedTransfer:
@@ -150,11 +150,12 @@ class MeteredWorker(PipelineWorker):
             read_s = time.monotonic() - one.fetching.begun_s
         began = time.perf_counter()
         transfer = super()._begin(one, chunk)
+        submit_s = time.perf_counter() - began
         if self._meter.is_on:
             self._meter.note_load(
                 transfer,
                 num_runs=len(chunk.runs),
-                submit_s=time.perf_counter() - began,
+                submit_s=lambda: submit_s,
                 read_s=read_s,
             )
         return transfer
@@ -169,6 +170,10 @@ class MeteredWorker(PipelineWorker):
         has_queued, self._has_queued = self._has_queued, False
         if has_queued and self._meter.is_on:
             self._meter.note_end()
+
+
+def _submit_s(load: PipelinedLoad) -> float:
+    return load.submit_s
 
 
 def _balanced_s(forecast: Forecast | None) -> float | None:

@@ -16,7 +16,7 @@ from interlace.bench.overlap.connector import METER, MeteredPipelineConnector
 from interlace.bench.overlap.meter import Meter
 from interlace.bench.overlap.sizes import Sizes
 from interlace.bench.session import Prepared
-from interlace.engine.live_feed import watchable
+from interlace.bench.shown import shown
 from interlace.engine.ports import Clock, Progress
 
 if TYPE_CHECKING:
@@ -183,8 +183,7 @@ def opener(
             AsyncEngine.from_loaded(
                 config, prepared.loaded, device=prepared.device, progress=progress, clock=clock
             ) as engine,
-            watchable(engine),
-            prepared.traces.of(engine),
+            shown(engine, kind.value, prepared.metrics, prepared.traces),
         ):
             yield OpenEngine(engine, EngineArm(engine, clock, kind.value), meter)
 

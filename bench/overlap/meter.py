@@ -6,7 +6,7 @@ Switched off, it costs a comparison a step.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, Protocol
 
 from interlace.connectors.pipeline.options import LoadMode
@@ -25,7 +25,7 @@ class LoadTimes(NamedTuple):
     seconds: float
     """From its first copy to its last one, on its lane."""
     submit_s: float
-    """Host time of the hook that begins it."""
+    """Of the host, to queue a load within a step; of another one, to begin it."""
     num_copies: int
     num_runs: int
     """Of neighbours, in each layer."""
@@ -67,7 +67,7 @@ class Transfer(Protocol):
 class _Noted(NamedTuple):
     transfer: Transfer
     num_runs: int
-    submit_s: float
+    submit_s: Callable[[], float]
     read_s: float
 
 
@@ -121,9 +121,14 @@ class Meter:
             self._begin = mark if self._begin is None else self._begin
 
     def note_load(
-        self, transfer: Transfer, *, num_runs: int, submit_s: float, read_s: float = 0.0
+        self,
+        transfer: Transfer,
+        *,
+        num_runs: int,
+        submit_s: Callable[[], float],
+        read_s: float = 0.0,
     ) -> None:
-        """A load was queued; see `LoadTimes`."""
+        """A load was queued; see `LoadTimes`. `submit_s` is asked for when all of it is."""
         self._noted.append(_Noted(transfer, num_runs, submit_s, read_s))
 
     def note_end(self) -> None:
@@ -150,7 +155,7 @@ class Meter:
                 LoadTimes(
                     stats.num_bytes,
                     stats.seconds,
-                    one.submit_s,
+                    one.submit_s(),
                     stats.num_copies,
                     one.num_runs,
                     one.read_s,

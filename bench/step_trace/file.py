@@ -95,8 +95,11 @@ def read_file(path: Path) -> AnyTrace:
     try:
         with path.open("rb") as file:
             content = file.read(MAX_FILE_BYTES + 1)
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror or error}.") from error
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise ConfigError(
+            f"{path} cannot be read ({reason}): name what `interlace bench timeline --trace` wrote."
+        ) from error
     if len(content) > MAX_FILE_BYTES:
         raise ConfigError(
             f"{path} is larger than 64 MiB, which no timeline is: name a file that"

@@ -15,7 +15,7 @@ from interlace.bench.passing_copies import PassingCopies
 from interlace.bench.step_trace.facts import RanStep
 from interlace.bench.step_trace.hybrid_tape import HybridTape, NotedSlice
 from interlace.bench.step_trace.taped import TapedConnector
-from interlace.connectors.pipeline.layer_pipeline import LaneCopies
+from interlace.connectors.pipeline.layer_pipeline import LaneCopies, Pace
 from interlace.connectors.pipeline.messages import PipelineMetadata
 from interlace.connectors.pipeline.options import PipelineOptions
 from interlace.connectors.pipeline.worker import PipelineWorker
@@ -89,12 +89,12 @@ class _NotingWorker(PipelineWorker):
         copies = super().make_copies(records, layers)
         return copies._replace(bulk=_NotingCopies(copies.bulk, self._tape))
 
-    def start(self, metadata: PipelineMetadata, *, by_layer: bool = False) -> None:
+    def start(self, metadata: PipelineMetadata, pace: Pace = Pace.AT_ONCE) -> None:
         """Note the loads first: a GPU's copies are queued within this."""
         for load in metadata.loads:
             if load.share is not None:
                 self._tape.note_load(load.request_id, load.runs)
-        super().start(metadata, by_layer=by_layer)
+        super().start(metadata, pace)
 
 
 class _NotingCopies(PassingCopies):

@@ -9,6 +9,7 @@ from typing import NamedTuple, TypeVar
 from interlace.bench.engine_arm import EngineArm
 from interlace.bench.report import Report, Row
 from interlace.bench.session import SEED, Prepared
+from interlace.bench.shown import shown
 from interlace.bench.spread import Spread
 from interlace.bench.step_trace.figures import figures_of
 from interlace.bench.step_trace.hybrid import HybridHits
@@ -16,7 +17,6 @@ from interlace.bench.step_trace.layerwise import LayerwiseHits
 from interlace.bench.step_trace.setup import HitTracer, Run, TimelinePlan, engine_config
 from interlace.bench.step_trace.trace import AnyTrace, HybridTrace, LaneTrace
 from interlace.bench.workload import WorkSource
-from interlace.engine.live_feed import watchable
 from interlace.engine.ports import Clock, Progress
 
 L = TypeVar("L", bound=LaneTrace)
@@ -53,7 +53,9 @@ async def record_timeline(
                 clock=clock,
             )
         )
-        await stack.enter_async_context(watchable(engine))
+        await stack.enter_async_context(
+            shown(engine, "timeline", prepared.metrics, prepared.traces)
+        )
         hits = _Hits(EngineArm(engine, clock), prepared.loaded.architecture.vocab_size, plan)
         traces = []
         with progress.task("timeline", plan.repeats + 1) as advance:

@@ -32,6 +32,16 @@ def viewer_command(pid: int) -> list[str]:
     return [sys.executable, "-m", "interlace", "top", str(pid), "--follow"]
 
 
+def check_terminal(wanted: bool) -> None:
+    """For commands that use `screen_beside` when a model is loaded. Raises: `ConfigError` if there
+    is no terminal for a viewer that is `wanted`."""
+    if wanted and not (is_terminal(sys.stdout) and is_terminal(sys.stdin)):
+        raise ConfigError(
+            "--live needs a terminal to draw on: leave it out, and let `interlace top` watch from"
+            " another terminal."
+        )
+
+
 @contextlib.contextmanager
 def screen_beside(wanted: bool, otherwise: Progress) -> Iterator[Progress]:
     """The viewer has the terminal meanwhile, if it is `wanted`; how far long work is goes to what
@@ -39,14 +49,10 @@ def screen_beside(wanted: bool, otherwise: Progress) -> Iterator[Progress]:
 
     Raises: `ConfigError` if there is no terminal.
     """
+    check_terminal(wanted)
     if not wanted:
         yield otherwise
         return
-    if not (is_terminal(sys.stdout) and is_terminal(sys.stdin)):
-        raise ConfigError(
-            "--live needs a terminal to draw on: leave it out, and let `interlace top` watch from"
-            " another terminal."
-        )
     viewer = subprocess.Popen(viewer_command(os.getpid()), stderr=subprocess.DEVNULL)
     try:
         yield NotedProgress(None)

@@ -17,6 +17,10 @@ class LayerGroups:
         self.group_of = tuple(group for group, layers in enumerate(self.ranges) for _ in layers)
         """Of each layer."""
 
+    def first_within(self, num_layers: int) -> int:
+        """How many of the first groups make up so many layers, or a little more."""
+        return self.group_of[num_layers - 1] + 1
+
     def last_beside(self, layer: int) -> int:
         """The last layer that has come when the gate of this one opens."""
         return self.ranges[self.group_of[layer]][-1]

@@ -38,7 +38,7 @@ from interlace.connectors.pipeline.worker_checks import LoadCheck
 from interlace.connectors.pipeline.worker_deadlines import PatientFeeder
 from interlace.connectors.pipeline.worker_feeder import Copies, FedTransfer, Visit
 from interlace.connectors.pipeline.worker_joint_save import SavePart, joint_saves
-from interlace.connectors.pipeline.worker_loads import PipelinedLoad
+from interlace.connectors.pipeline.worker_loads import Pace, PipelinedLoad
 from interlace.connectors.pipeline.worker_notes import LoadNotes, SliceNotes
 from interlace.connectors.pipeline.worker_times import (
     ClockStopwatch,
@@ -62,10 +62,12 @@ __all__ = [
     "FedTransfer",
     "LaneCopies",
     "LayerPipeline",
+    "Pace",
     "PipelinedLoad",
     "SaveTransfer",
     "TransferStats",
     "Visit",
+    "transfer_of",
 ]
 
 DEFAULT_GROUP_SIZE = 2
@@ -77,9 +79,17 @@ FIRST_BYTES = 80 << 20
 which its inputs are made and its first layer is launched."""
 AHEAD_BYTES = 160 << 20
 """Of it from then on, ahead of the layer that is launched."""
+FIRST_SHARE = 8
+"""Of a load whose gates are armed in two goes, one layer in so many comes first: the device has to
+compute for them as long as the host queues the rest."""
 
 
 SaveTransfer: TypeAlias = FedTransfer | SavePart
+
+
+def transfer_of(save: SaveTransfer) -> FedTransfer:
+    """What copies it, for others too if it is a small one."""
+    return save.joint if isinstance(save, SavePart) else save
 
 
 class LaneCopies(NamedTuple):
@@ -186,7 +196,7 @@ class LayerPipeline:
 
     def _make_gates(self, lanes: CudaLanes) -> PipelineGates:
         gates = [lanes.graph_gate() for _ in self._groups.ranges]
-        return PipelineGates(gates, self._groups)
+        return PipelineGates(gates, self._groups, self._arm_rest)
 
     def record(self, recorder: TransferRecorder | None) -> None:
         """Tell this one of what is copied from now on; None: nobody."""
@@ -228,17 +238,17 @@ class LayerPipeline:
         parts: Sequence[Sequence[Run]],
         step_id: int,
         *,
-        by_layer: bool = False,
+        pace: Pace = Pace.AT_ONCE,
         checks: Sequence[LoadCheck | None] = (),
         request_ids: Sequence[str] = (),
     ) -> PipelinedLoad:
         """Load the runs of all parts within step `step_id`, and arm its gates.
 
-        With `by_layer`, for a step that calls `wait` for each layer, a stream takes what the first
-        layers need now, and the rest as `wait` comes along: so the step is launched sooner. Then no
-        captured graph may wait for the gates. `checks`, of each part, are queued behind the last
-        layer when the step is: see `PipelinedLoad.check_gate`. `request_ids`, of each part, are for
-        who looks.
+        With another `pace` the rest of a long load comes later, so that the step is launched
+        sooner: `BY_LAYER` is for a step that calls `wait` for each layer, and then no captured
+        graph may wait for the gates; `IN_TWO` for one whose graph is cut behind the first layers.
+        `checks`, of each part, are queued behind the last layer when the step is: see
+        `PipelinedLoad.check_gate`. `request_ids`, of each part, are for who looks.
 
         The load before must be done, or its step over. What goes wrong is in `errors`, part by
         part; never raises for it.
@@ -255,9 +265,24 @@ class LayerPipeline:
             # What was queued before may still write to the blocks: zeros, for instance.
             self._lane.wait(self._compute.record())
         self._step_id = step_id
-        self._groups_ahead = load.groups_within(AHEAD_BYTES) if by_layer else load.num_groups
-        self._submit_up_to(load.groups_within(FIRST_BYTES) if by_layer else load.num_groups)
+        num_first, self._groups_ahead = self._groups_of(load, pace)
+        self._submit_up_to(num_first)
         return load
+
+    def _groups_of(self, load: PipelinedLoad, pace: Pace) -> tuple[int, int]:
+        """So many groups are submitted at first, and then ahead of the one that the step waits
+        for."""
+        if pace is Pace.AT_ONCE or self._gates is None:
+            return load.num_groups, load.num_groups
+        num_first = load.groups_within(FIRST_BYTES)
+        if pace is Pace.BY_LAYER:
+            return num_first, load.groups_within(AHEAD_BYTES)
+        return max(num_first, self._gates.num_first_groups), load.num_groups
+
+    def _arm_rest(self, step_id: int) -> None:
+        """For `PipelineGates`."""
+        if self._load is not None and self._step_id == step_id:
+            self._submit_up_to(self._load.num_groups)
 
     def _submit_up_to(self, num_groups: int) -> None:
         """So many groups of the step's load, if they were not submitted yet."""
@@ -267,10 +292,12 @@ class LayerPipeline:
         end = load.num_groups if self._gates is None else min(num_groups, load.num_groups)
         if len(load.gates) >= end:
             return
+        begun_s = self._clock()
         try:
             self._submit_groups(load, range(len(load.gates), end))
         except (LaneFullError, LaneClosedError) as error:
             self._give_up(load, error)
+        load.submit_s += self._clock() - begun_s
 
     def _submit_groups(self, load: PipelinedLoad, groups: range) -> None:
         """A gate for each group. A stream takes all in one work; where works take their time, each
@@ -537,12 +564,22 @@ class LayerPipeline:
 
 
 class PipelineGates:
-    """`LayerGates` of a pipeline: layers of a group share one. Device thread."""
+    """`LateLayerGates` of a pipeline: layers of a group share one. Device thread."""
 
-    def __init__(self, gates: Sequence[GraphGate], groups: LayerGroups) -> None:
-        """One gate for each group."""
+    def __init__(
+        self, gates: Sequence[GraphGate], groups: LayerGroups, arm_rest: Callable[[int], None]
+    ) -> None:
+        """One gate for each group. `arm_rest` takes the number of a step."""
         self.gates = gates
+        self.num_first_groups = groups.first_within(max(1, groups.num_layers // FIRST_SHARE))
+        """That are armed before the others."""
         self._groups = groups
+        self._arm_rest = arm_rest
+
+    @property
+    def num_first_layers(self) -> int:
+        """See `LateLayerGates`: those of whole groups."""
+        return self._groups.ranges[self.num_first_groups - 1].stop
 
     def wait_here(self, layer: int) -> None:
         """See `LayerGates`: the first layer of a group waits for all of it."""
@@ -553,3 +590,12 @@ class PipelineGates:
     def are_armed(self, step_id: int) -> bool:
         """See `LayerGates`."""
         return all(gate.armed_for == step_id for gate in self.gates)
+
+    def are_first_armed(self, step_id: int) -> bool:
+        """See `LateLayerGates`."""
+        first = self.gates[: self.num_first_groups]
+        return all(gate.armed_for == step_id for gate in first)
+
+    def arm_rest(self, step_id: int) -> None:
+        """See `LateLayerGates`. Never raises: what fails is in the load's `errors`."""
+        self._arm_rest(step_id)

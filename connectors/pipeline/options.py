@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Sequence
 from typing import Literal, get_args
 
 from interlace.engine.config import KVTransferConfig
 from interlace.engine.kv_connector import KVCacheConfig
-from interlace.engine.options import Options
+from interlace.engine.options import Options, is_path
 
 LoadMode = Literal["auto", "recompute", "bulk", "layerwise", "hybrid"]
 """See `PipelineOptions.load_mode`."""
@@ -18,11 +17,6 @@ StoreKind = Literal["memory", "file"]
 _TIERS: tuple[tuple[StoreKind, ...], ...] = (("memory",), ("memory", "file"), ("file",))
 _LONGEST_MS = 60_000.0
 _LONGEST_S = 3600.0
-
-
-def _is_path(path: object) -> bool:
-    is_text = isinstance(path, str | os.PathLike)
-    return is_text and str(path).strip() != "" and "\0" not in str(path)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -75,7 +69,7 @@ class PipelineOptions(Options):
         if self.tiers is not None:
             self._check_tiers(self.tiers)
         self.require(
-            self.path is None or _is_path(self.path),
+            self.path is None or is_path(self.path),
             f"path must name a directory, not {self.path!r}.",
         )
         self.require(

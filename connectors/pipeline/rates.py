@@ -11,7 +11,10 @@ squares of the relative error, so that decodes of milliseconds count as much as 
 are the newest samples of each power of two of tokens: a thousand decodes do not push out the one
 prompt from which a token's price is known. With three numbers to find, all seven sets of them that
 may be above zero are tried, and the best that has no negative one is taken: exact, and cheaper than
-a general solver's iterations.
+a general solver's iterations. Where all steps had about the same size, noise decides between the
+prices; so a step that is larger than any that was seen takes longer by as much as it is larger, at
+least: else all of a long prompt would look free beside a part of it, and nothing be loaded, for
+ever.
 
 Pure Python, event loop; reads no clock.
 """
@@ -80,6 +83,7 @@ class StepTimes:
         """Nothing is known."""
         self._samples: dict[int, collections.deque[StepSample]] = {}
         self._prices: tuple[float, float, float] | None = None
+        self._largest = StepSample(1, 0.0, 0.0)  # of those that the prices are of
 
     def add(self, samples: Iterable[StepSample]) -> None:
         """Learn from steps. Those without tokens or a duration are ignored."""
@@ -97,9 +101,15 @@ class StepTimes:
         if num_tokens <= 0:
             return 0.0
         if self._prices is None:
-            self._prices = fit_prices([s for kept in self._samples.values() for s in kept])
+            samples = [sample for kept in self._samples.values() for sample in kept]
+            self._prices = fit_prices(samples)
+            self._largest = max(samples, key=lambda one: (one.num_tokens, -one.seconds))
         a, b, c = self._prices
-        return a + b * num_tokens + c * num_pairs(num_tokens, num_context_tokens)
+        seconds = a + b * num_tokens + c * num_pairs(num_tokens, num_context_tokens)
+        largest = self._largest
+        if num_tokens <= largest.num_tokens:
+            return seconds
+        return max(seconds, largest.seconds * num_tokens / largest.num_tokens)
 
 
 def fit_prices(samples: Sequence[StepSample]) -> tuple[float, float, float]:

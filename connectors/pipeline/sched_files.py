@@ -10,6 +10,8 @@ saved when it is found in its file, or is not written. Until then it is found in
 
 from __future__ import annotations
 
+import itertools
+import operator
 from collections import OrderedDict
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 
@@ -24,7 +26,8 @@ from interlace.connectors.pipeline.messages import (
 from interlace.connectors.pipeline.sched_stats import Counter
 from interlace.connectors.pipeline.sched_tier import (
     NOTHING_AT_HAND,
-    Found,
+    AtHand,
+    Mapped,
     MemoryTier,
     Stored,
     Taken,
@@ -35,6 +38,9 @@ from interlace.connectors.slab_store.lookup import StoredBlocks
 from interlace.connectors.slab_store.writing import StoredPlace
 from interlace.engine.transfer_picture import TierPicture
 
+_SLAB = operator.attrgetter("slab")
+_RECORD = operator.attrgetter("entry.record")
+"""Of a place."""
 _SHARE_OF_RECORDS = 4
 """No more than this part of all records waits to be written, and no load fetches more."""
 _LONGEST_ORDER = 64
@@ -107,10 +113,39 @@ class FileTier(MemoryTier):
     def look_up(self, block_hashes: Sequence[bytes]) -> Stored:
         """How many of these, from the first on, are stored: in memory or in files. As far as is
         known, until the next report of the worker side."""
+        if self._mapped and self._index.records.keys().isdisjoint(block_hashes):
+            stored = self._look_up_mapped(block_hashes)
+            if stored is not None:
+                return stored
+        return self._look_up_anywhere(block_hashes)
+
+    def _look_up_mapped(self, block_hashes: Sequence[bytes]) -> Stored | None:
+        """If all that is stored of these lies in registered slabs, as after a restart: much sooner
+        than block by block. Else None."""
+        places: list[Place] = []
+        for place in map(self._stored.finder, block_hashes):
+            if place is None:
+                break
+            places.append(place)
+        records: list[int] = []
+        for slab, of_it in itertools.groupby(places, _SLAB):
+            of_slab = self._mapped.get(slab.name)
+            numbers = list(map(_RECORD, of_it))
+            if of_slab is None or max(numbers) >= of_slab.num_records:
+                return None
+            records += map(of_slab.first.__add__, numbers)
+        mapped = dict(zip(records, places, strict=True))
+        return Stored(
+            len(places), 0, AtHand(dict(zip(block_hashes, records, strict=False)), mapped)
+        )
+
+    def _look_up_anywhere(self, block_hashes: Sequence[bytes]) -> Stored:
         most_fetched = self.most_fetched
-        in_memory, find, mapped = self._index.records, self._stored.finder, self._mapped
+        in_memory, find, slabs = self._index.records, self._stored.finder, self._mapped
         num_fetched = 0
-        at_hand: dict[bytes, Found] = {}
+        records: dict[bytes, int] = {}
+        mapped: dict[int, Place] = {}
+        at_hand = AtHand(records, mapped)
         for count, block_hash in enumerate(block_hashes):
             if block_hash in in_memory:
                 continue
@@ -118,20 +153,21 @@ class FileTier(MemoryTier):
             if place is None:
                 return Stored(count, num_fetched, at_hand)
             slab, entry = place
-            of_slab, record = mapped.get(slab.name), entry.record
+            of_slab, record = slabs.get(slab.name), entry.record
             if of_slab is not None and record < of_slab.num_records:
-                at_hand[block_hash] = Found(of_slab.first + record, place)
+                number = records[block_hash] = of_slab.first + record
+                mapped[number] = place
             elif num_fetched == most_fetched:
                 return Stored(count, num_fetched, at_hand)
             else:
                 num_fetched += 1
         return Stored(len(block_hashes), num_fetched, at_hand)
 
-    def settle_mapped(self, mapped: Sequence[Found], damaged: Container[int]) -> None:
+    def settle_mapped(self, mapped: Mapped, damaged: Container[int]) -> None:
         """See `MemoryTier`."""
-        for found in mapped:
-            if found.record in damaged:
-                self._stored.lose(found.place.entry.block_hash, found.place)
+        for record, place in mapped.items():
+            if record in damaged:
+                self._stored.lose(place.entry.block_hash, place)
         self._counter.add("blocks_loaded_from_files", len(mapped))
 
     def refresh(self) -> None:
@@ -148,19 +184,19 @@ class FileTier(MemoryTier):
         half = 2 * self._most_of_load - len(self._open_fetches)
         return max(0, min(self._most_of_load, half))
 
-    def take(
-        self, block_hashes: Sequence[bytes], at_hand: Mapping[bytes, Found] = NOTHING_AT_HAND
-    ) -> Taken:
+    def take(self, block_hashes: Sequence[bytes], at_hand: AtHand = NOTHING_AT_HAND) -> Taken:
         """See `MemoryTier`."""
         known = self._index.records
+        if at_hand.records.keys() == set(block_hashes) and known.keys().isdisjoint(block_hashes):
+            self._stored.use_places(at_hand.mapped.values())
+            return Taken(dict(at_hand.records), mapped=at_hand.mapped)
         in_memory = [block_hash for block_hash in block_hashes if block_hash in known]
         records = dict(zip(in_memory, self._index.pin(in_memory), strict=True))
-        others = [one for one in block_hashes if one not in records] if at_hand else []
-        found = {one: at_hand[one] for one in others if one in at_hand}
-        if found:
-            self._stored.use(found)
-            records |= {block_hash: one.record for block_hash, one in found.items()}
-        mapped = tuple(found.values())
+        others = [one for one in block_hashes if one not in records]
+        found = {one: at_hand.records[one] for one in others if one in at_hand.records}
+        mapped = {record: at_hand.mapped[record] for record in found.values()}
+        self._stored.use_places(mapped.values())
+        records |= found
         wanted = [block_hash for block_hash in block_hashes if block_hash not in records]
         if not wanted:
             return Taken(records, mapped=mapped)
@@ -177,12 +213,11 @@ class FileTier(MemoryTier):
         )
         return Taken(records, tuple(fetches), tuple(wanted), mapped=mapped)
 
-    def avoid(self, records: Iterable[int], mapped: Iterable[Found]) -> None:
+    def avoid(self, records: Iterable[int], mapped: Mapped) -> None:
         """See `MemoryTier`."""
-        at_hand = {one.record: one.place.entry.block_hash for one in mapped}
         for record in records:
-            if record in at_hand:
-                self._stored.avoid(at_hand[record])
+            if record in mapped:
+                self._stored.avoid(mapped[record].entry.block_hash)
             elif (opened := self._open_fetches.get(record)) is not None:
                 self._stored.avoid(opened[0])
 

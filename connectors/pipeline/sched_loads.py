@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import operator
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from interlace.connectors.pipeline.host_index import HostIndex
@@ -10,7 +11,10 @@ from interlace.connectors.pipeline.messages import Load, PipelineReport, ShareRe
 from interlace.connectors.pipeline.sched_runs import record_runs
 from interlace.connectors.pipeline.sched_split import Split
 from interlace.connectors.pipeline.sched_stats import Counter
-from interlace.connectors.pipeline.sched_tier import Found, MemoryTier, Taken
+from interlace.connectors.pipeline.sched_tier import AtHand, Mapped, MemoryTier, Taken
+
+_CHECKSUM = operator.attrgetter("entry.checksum")
+"""Of a place."""
 
 
 class Wanted(NamedTuple):
@@ -23,7 +27,7 @@ class Wanted(NamedTuple):
     """Blocks of these that are there already."""
     block_ids: Sequence[int]
     """Of the others."""
-    at_hand: Mapping[bytes, Found]
+    at_hand: AtHand
     """Of the others, what was found in registered slabs."""
     is_async: bool
     may_store: bool
@@ -42,7 +46,7 @@ class _OpenLoad(NamedTuple):
     """Of a load from the back."""
     fetched: tuple[int, ...]
     """The records among these into which blocks are read from files."""
-    mapped: tuple[Found, ...]
+    mapped: Mapped
     """Those that lie in registered slabs."""
     offers_from: int | None
     """Blocks of the prefix from there on may be written to files; None: nothing."""
@@ -116,7 +120,7 @@ class OpenLoads:
                 None if split is None else split.num_blocks,
                 taken.fetches,
                 missing,
-                {one.record: one.place.entry.checksum for one in taken.mapped},
+                dict(zip(taken.mapped, map(_CHECKSUM, taken.mapped.values()), strict=True)),
             )
         )
         self._open[self._last_load_id] = _OpenLoad(
@@ -136,11 +140,9 @@ class OpenLoads:
         self._tier.settle(fetched, frozenset(fetched), frozenset(), {}, fetched)
         return Taken({}, missing=tuple(block_hashes))
 
-    def _unpin(
-        self, records: Iterable[int], fetched: Iterable[int], mapped: Iterable[Found]
-    ) -> None:
+    def _unpin(self, records: Iterable[int], fetched: Iterable[int], mapped: Mapped) -> None:
         """A load reads these no more: what is fetched, or mapped, is not pinned."""
-        others = {*fetched, *(one.record for one in mapped)}
+        others = {*fetched, *mapped}
         self._index.unpin([record for record in records if record not in others])
 
     def take_orders(self) -> tuple[Load, ...]:

@@ -45,7 +45,7 @@ class PipelineStats(CountingStats):
     `transfers_stuck` were given up after the deadline. `bytes_loaded`, `bytes_saved`,
     `bytes_fetched` and `bytes_written` go with the blocks of these names. Times, in microseconds,
     each with the bytes that were moved in it (`load_timed_bytes` and so on): `load_us` of loads
-    within steps, `beside_us` beside them, `fetch_us`, `write_us`.
+    within steps, `beside_us` beside them, `save_us` of saves, `fetch_us`, `write_us`.
 
     How things stand, told when that has changed (`LEVELS`): `open_loads`, `open_saves`;
     `records_stored`, `records_free` and `records_busy`, of host memory; `write_queue_bytes` and

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Container, Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from interlace.connectors.pipeline.host_index import HostIndex
 from interlace.connectors.pipeline.messages import Fetch, PipelineReport, StoreOrder
@@ -15,15 +15,20 @@ from interlace.connectors.pipeline.sched_stats import Counter
 from interlace.connectors.slab_store.catalog import Place
 from interlace.engine.transfer_picture import TierPicture
 
-
-class Found(NamedTuple):
-    """A block that lies in a registered slab: loaded from there."""
-
-    record: int
-    place: Place
+Mapped: TypeAlias = Mapping[int, Place]
+"""Records in registered slabs, by their numbers, and where they lie: they are loaded from there."""
 
 
-NOTHING_AT_HAND: Mapping[bytes, Found] = {}
+class AtHand(NamedTuple):
+    """Blocks that lie in registered slabs. Plain dictionaries, since there are hundreds."""
+
+    records: Mapping[bytes, int]
+    """Block hash -> record."""
+    mapped: Mapped
+    """Of the same blocks."""
+
+
+NOTHING_AT_HAND = AtHand({}, {})
 _DROPS = {
     "blocks_dropped": "no room",
     "blocks_not_saved": "copy failed",
@@ -39,7 +44,7 @@ class Stored(NamedTuple):
     """From the first one on."""
     num_fetched: int = 0
     """Of these, what has to be read first."""
-    at_hand: Mapping[bytes, Found] = NOTHING_AT_HAND
+    at_hand: AtHand = NOTHING_AT_HAND
     """Of these, what lies in registered slabs."""
 
     @property
@@ -59,7 +64,7 @@ class Taken(NamedTuple):
     """The blocks of these, in the same order."""
     missing: tuple[bytes, ...] = ()
     """What has no record: its file has gone since it was promised, or memory is full."""
-    mapped: tuple[Found, ...] = ()
+    mapped: Mapped = NOTHING_AT_HAND.mapped
     """What is loaded from where it lies."""
 
 
@@ -80,16 +85,14 @@ class MemoryTier:
         known = itertools.takewhile(self._index.records.__contains__, block_hashes)
         return Stored(sum(1 for _ in known))
 
-    def take(
-        self, block_hashes: Sequence[bytes], at_hand: Mapping[bytes, Found] = NOTHING_AT_HAND
-    ) -> Taken:
+    def take(self, block_hashes: Sequence[bytes], at_hand: AtHand = NOTHING_AT_HAND) -> Taken:
         """For a load of these; `at_hand`: what was found in registered slabs when it was promised.
         `settle` is owed for what is fetched, `settle_mapped` for what is mapped, and
         `HostIndex.unpin` for the rest."""
         records = self._index.pin(block_hashes)
         return Taken(dict(zip(block_hashes, records, strict=True)))
 
-    def avoid(self, records: Iterable[int], mapped: Iterable[Found]) -> None:
+    def avoid(self, records: Iterable[int], mapped: Mapped) -> None:
         """What was to be fetched into these, or is one of those that lie in registered slabs, has
         not come, and others may ask for it before its load is settled."""
 
@@ -105,7 +108,7 @@ class MemoryTier:
         order. `unfetched` could not be read; of these `damaged` never will be, and `unneeded` were
         not needed any more. `parents`: the block before each, if it is not the first."""
 
-    def settle_mapped(self, mapped: Sequence[Found], damaged: Container[int]) -> None:
+    def settle_mapped(self, mapped: Mapped, damaged: Container[int]) -> None:
         """A load from these has ended."""
 
     def note_load(self, first_hash: bytes) -> None:

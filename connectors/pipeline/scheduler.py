@@ -35,7 +35,7 @@ from interlace.connectors.pipeline.sched_params import (
 from interlace.connectors.pipeline.sched_samples import TimedSteps
 from interlace.connectors.pipeline.sched_split import PlannedStep, Split, stop_of_step
 from interlace.connectors.pipeline.sched_stats import Counter, PipelineStats
-from interlace.connectors.pipeline.sched_tier import NOTHING_AT_HAND, Found, MemoryTier, Stored
+from interlace.connectors.pipeline.sched_tier import NOTHING_AT_HAND, AtHand, MemoryTier, Stored
 from interlace.connectors.slab_store.layout import MOST_TOKENS
 from interlace.connectors.slab_store.lookup import StoredBlocks
 from interlace.connectors.step_tables import computed_before, follow_blocks
@@ -74,7 +74,7 @@ class _Offer(NamedTuple):
     """None: nothing is stored."""
     floor: int = 0
     """With `Way.HYBRID`: the block up to which the request is computed."""
-    at_hand: Mapping[bytes, Found] = NOTHING_AT_HAND
+    at_hand: AtHand = NOTHING_AT_HAND
     """Of its blocks, what was found in registered slabs."""
     fetched_share: float = 0.0
     """Of its blocks, what has to be read first."""

@@ -15,8 +15,10 @@ from interlace.connectors.pipeline.layer_pipeline import (
     FedTransfer,
     LaneCopies,
     LayerPipeline,
+    Pace,
     SaveTransfer,
     Visit,
+    transfer_of,
 )
 from interlace.connectors.pipeline.messages import (
     Load,
@@ -224,9 +226,8 @@ class PipelineWorker:
                 for transfer in one.lose():
                     pipeline.fence(transfer)
 
-    def start(self, metadata: PipelineMetadata, *, by_layer: bool = False) -> None:
-        """Begin a step, unless it has begun: queue its loads. `by_layer`: its layers will come by
-        `wait_for_layer`."""
+    def start(self, metadata: PipelineMetadata, pace: Pace = Pace.AT_ONCE) -> None:
+        """Begin a step, unless it has begun: queue its loads, those within it at this pace."""
         if metadata.step_id == self._begun_step:
             return
         opened = self._open
@@ -246,7 +247,7 @@ class PipelineWorker:
             pipelined = opened.pipeline.submit_load(
                 [load.runs for load in within],
                 metadata.step_id,
-                by_layer=by_layer,
+                pace=pace,
                 checks=[self._check(load.runs, load.checksums) for load in within],
                 request_ids=[load.request_id for load in within],
             )
@@ -406,17 +407,17 @@ class PipelineWorker:
         self._take_settled()
         received = [one for one in ended if not one.is_lost]
         for one in received:
-            self._time_beside(one)
+            for transfer in one.transfers:
+                self._time_beside("beside", transfer)
             self._invalid |= one.invalid()
             self._shares += one.news(has_ended=True)
         return sent or None, {one.load.request_id for one in received} or None
 
-    def _time_beside(self, one: BulkLoad) -> None:
-        for transfer in one.transfers:
-            stats = transfer.stats
-            if transfer.error is None and stats.seconds is not None:
-                self._beside["beside_us"] += round(stats.seconds * 1e6)
-                self._beside["beside_timed_bytes"] += stats.num_bytes
+    def _time_beside(self, what: str, transfer: FedTransfer) -> None:
+        stats = transfer.stats
+        if transfer.error is None and stats.seconds is not None:
+            self._beside[f"{what}_us"] += round(stats.seconds * 1e6)
+            self._beside[f"{what}_timed_bytes"] += stats.num_bytes
 
     def take_invalid(self) -> set[int]:
         """The step is over: blocks that its loads, or those just received, did not fill."""
@@ -525,6 +526,10 @@ class PipelineWorker:
         for number in ended:
             del self._saves[number]
         failed = {number for number, save in ended.items() if save.error is not None}
+        # Small saves of one step share a transfer.
+        transfers = {id(one): one for one in map(transfer_of, ended.values())}
+        for transfer in transfers.values():
+            self._time_beside("save", transfer)
         unsent, self._failed_saves = self._failed_saves, set()
         return frozenset(ended.keys() - failed), frozenset(failed | unsent)
 

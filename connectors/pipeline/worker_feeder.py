@@ -44,6 +44,8 @@ MOST_QUEUED_CALLS = 768
 been given a thousand lets the host wait."""
 VISIT_S = 0.0003
 """For so long slices are fed while somebody waits for a step: who does learns of its end later."""
+FORWARD_VISIT_S = 0.0006
+"""The same before a forward is launched: two slices, which last until that is done."""
 _CALLS_OF_BLOCK = 1 / BATCHED_RUN_BLOCKS
 """What a block of a batch costs the host, in calls."""
 
@@ -115,7 +117,7 @@ class Visit(enum.Enum):
     """Nothing computes, so nobody may come by for a while: several windows are fed. Not all there
     is, since a step that comes meanwhile may load within itself."""
     BEFORE_FORWARD = enum.auto()
-    """A forward is to be launched, and shall not wait for many milliseconds."""
+    """A forward is to be launched, and shall not wait: feed for `FORWARD_VISIT_S`."""
     BEHIND_FORWARD = enum.auto()
     """The device computes, so the host has time; the next visit may be one step later."""
     WAITING = enum.auto()
@@ -368,8 +370,15 @@ class Feeder:
                 break
             else:
                 self._feed(transfer, following)
-                if visit is Visit.WAITING and self._clock() - begun_s >= VISIT_S:
+                if self._clock() - begun_s >= self._most_s(visit):
                     break
+
+    def _most_s(self, visit: Visit) -> float:
+        """For which a visit may feed."""
+        if visit is Visit.WAITING:
+            return VISIT_S
+        # Elsewhere feeding takes no time, and the next visit may be long in coming.
+        return FORWARD_VISIT_S if visit is Visit.BEFORE_FORWARD and self._is_stream else math.inf
 
     def _has_room(self, transfer: FedTransfer, one: Slice, visit: Visit) -> bool:
         """Whether the window, and the lane, take one more. One slice always fits."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import threading
 from collections.abc import Sequence
 
@@ -14,6 +15,18 @@ from interlace.engine.errors import ConnectorError
 from interlace.engine.ports import Gate
 from interlace.layers.lane_queue import without_frames
 from interlace.layers.page_copies import Run, Runs
+
+
+class Pace(enum.Enum):
+    """How soon a load within a step is submitted, where works queue on a stream; elsewhere all is
+    at once."""
+
+    AT_ONCE = enum.auto()
+    """Before its step is launched."""
+    IN_TWO = enum.auto()
+    """The first layers before, the others when the step's gates are told to arm the rest."""
+    BY_LAYER = enum.auto()
+    """The first layers before, the others as the step comes along and waits for each."""
 
 
 class PipelinedLoad:
@@ -56,6 +69,8 @@ class PipelinedLoad:
         """Whether the step has computed what it loaded."""
         self.waited_s = 0.0
         """For which the host has waited at its gates, where it does."""
+        self.submit_s = 0.0
+        """For which the host was busy with submitting it, so far."""
         self._meter = TransferMeter(watch)
         self._notes = notes
         self._runs: list[Runs | None] = [self._prepared(i, part) for i, part in enumerate(parts)]
@@ -77,7 +92,7 @@ class PipelinedLoad:
             return 0
         layer_bytes = self._num_blocks * self._copies.page_bytes
         num_layers = min(-(-num_bytes // layer_bytes), self._groups.num_layers)
-        return self._groups.group_of[num_layers - 1] + 1
+        return self._groups.first_within(num_layers)
 
     @property
     def is_done(self) -> bool:

@@ -10,9 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from interlace.connectors.pipeline.layer_pipeline import FedTransfer, PipelinedLoad, SaveTransfer
+from interlace.connectors.pipeline.layer_pipeline import (
+    FedTransfer,
+    PipelinedLoad,
+    SaveTransfer,
+    transfer_of,
+)
 from interlace.connectors.pipeline.worker_bulk import BulkLoad
-from interlace.connectors.pipeline.worker_joint_save import SavePart
 from interlace.engine.transfer_picture import LayerState, TransferPicture
 
 
@@ -52,8 +56,7 @@ class WorkerPictures:
     def note_saves(self, saves: Sequence[SaveTransfer]) -> None:
         """A step's saves were queued."""
         if saves:
-            newest = saves[-1]
-            self._save = newest.joint if isinstance(newest, SavePart) else newest
+            self._save = transfer_of(saves[-1])
 
     def forget(self) -> None:
         """The pages go."""

@@ -92,11 +92,10 @@ class Catalog:
                 return count
         return len(block_hashes)
 
-    def use(self, block_hashes: Iterable[bytes]) -> None:
-        """These were used: the next look writes that down."""
-        slabs = {place.slab for place in map(self._places.get, block_hashes) if place}
+    def use_slabs(self, slabs: Iterable[Slab]) -> None:
+        """What lies there was used: the next look writes that down, of those that are known."""
         with self._used_lock:
-            self._used |= slabs
+            self._used.update(slab for slab in slabs if self._slabs.get(slab.name) is slab)
 
     def note_load(self, first_hash: bytes) -> None:
         """A prompt that begins with this block was loaded: the next look writes that down."""

@@ -7,8 +7,10 @@ stored by then is found by the first question too.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
+import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Container, Iterable, Sequence
@@ -34,18 +36,23 @@ class StoredBlocks:
         lane: Lane,
         *,
         refresh_s: float = 0.5,
+        delay_s: float = 0.0,
         threshold: int = 1,
         watch: Watch | None = None,
         clock: Callable[[], float] = time.monotonic,
         now_ns: Callable[[], int] = time.time_ns,
     ) -> None:
-        """Begins the first look. `threshold`: a block is worth storing at its so manieth use.
-        `watch`: who looks while nobody asks, until `close`. `now_ns` is since the epoch."""
+        """Begins the first look. Others come `delay_s` behind the question that begins them: who
+        asks is about to launch a step, and a look needs the interpreter too. `threshold`: a block
+        is worth storing at its so manieth use. `watch`: who looks while nobody asks, until
+        `close`. `now_ns` is since the epoch."""
         self._watch = watch
         self._now_ns = now_ns
         self._catalog = catalog
         self._lane = lane
         self._refresh_s = refresh_s
+        self._delay_s = delay_s
+        self._end = threading.Event()
         self._threshold = threshold
         self._clock = clock
         self._looked_s = float("-inf")
@@ -73,12 +80,18 @@ class StoredBlocks:
             return
         if self._look is not None and self._look.error is not None:
             logger.warning("the store cannot be looked at: %s", self._look.error)
+        delay_s = self._delay_s if self._look is not None else 0.0
         self._looked_s = now_s
         self._seen_soon, self._unseen = self._unseen, set()
         try:
-            self._look = self._lane.submit(self._catalog.look)
+            self._look = self._lane.submit(functools.partial(self._look_later, delay_s))
         except (LaneFullError, LaneClosedError) as error:
             logger.warning("the store is not looked at: %s", error)
+
+    def _look_later(self, delay_s: float) -> None:
+        """On the lane."""
+        if not self._end.wait(delay_s):
+            self._catalog.look()
 
     # ---------------------------------------------------------------- loads
 
@@ -113,9 +126,9 @@ class StoredBlocks:
         """What answers as `find` does now, for who has hundreds of questions."""
         return self.find if self._avoided else self._catalog.finder
 
-    def use(self, block_hashes: Iterable[bytes]) -> None:
-        """These are loaded: they count as used, here and for all who share the store."""
-        self._catalog.use(block_hashes)
+    def use_places(self, places: Iterable[Place]) -> None:
+        """What lies there is loaded: it counts as used, here and for all who share the store."""
+        self._catalog.use_slabs({place.slab for place in places})
 
     def note_load(self, first_hash: bytes) -> None:
         """A prompt that begins with this block was loaded from files."""
@@ -127,7 +140,7 @@ class StoredBlocks:
         found = [place for place in map(self._catalog.finder, block_hashes) if place is not None]
         if len(found) < len(block_hashes):
             return None
-        self.use(block_hashes)
+        self.use_places(found)
         return found
 
     def avoid(self, block_hash: bytes) -> None:
@@ -187,6 +200,7 @@ class StoredBlocks:
 
     def close(self, timeout_s: float) -> bool:
         """Look no more, and let go of the files; False if a look takes longer than `timeout_s`."""
+        self._end.set()
         has_ended = self._lane.close(timeout_s)
         has_ended &= self._watch is None or self._watch.close(timeout_s)
         if has_ended:

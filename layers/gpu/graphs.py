@@ -9,14 +9,15 @@ from __future__ import annotations
 import bisect
 import contextlib
 import dataclasses
+import functools
 import gc
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 
 from interlace.engine.errors import ConfigError
-from interlace.engine.ports import LayerGates, Progress
+from interlace.engine.ports import LateLayerGates, LayerGates, Progress
 from interlace.layers.attention import SequenceChunk
 from interlace.layers.gpu.forward import Answer, Bounds, Flow, FusedDecoder, Wanted
 from interlace.layers.gpu.inputs import InputBuffer, StepInputs, StepSize
@@ -55,10 +56,11 @@ class StepToReplay(NamedTuple):
     """What its requests compute."""
     hooks: LayerHooks | None = None
     """For a step in pieces; a full graph calls none."""
-    is_gated: bool = False
-    """Whether a full graph is to wait for the layer gates, all of which are armed for the step."""
-    traced: torch.cuda.CUDAGraph | None = None
-    """In place of a full graph, one of `GraphPool.capture_traced` that does the same."""
+    arm_rest: Callable[[], bool] | None = None
+    """For a full graph that is to wait for the layer gates, all of which are armed for the step, or
+    those of the first layers: called when the first layers are launched, whether all are armed."""
+    traced: Sequence[torch.cuda.CUDAGraph] | None = None
+    """In place of a full graph, what `GraphPool.capture_traced` made of it."""
 
 
 class Captured(Protocol):
@@ -79,8 +81,14 @@ class Captured(Protocol):
         """Whether it stands for steps alone whose keys can be gathered."""
         ...
 
-    def replay(self, step: StepToReplay) -> Answer:
-        """Queue a step: what comes out for all requests, padded; valid until the next replay."""
+    @property
+    def is_cut(self) -> bool:
+        """Whether late gates need not be armed before its first layers are launched."""
+        ...
+
+    def replay(self, step: StepToReplay) -> Answer | None:
+        """Queue a step: what comes out for all requests, padded; valid until the next replay. None:
+        its gates were not all armed in time, and what is queued of it comes to nothing."""
         ...
 
 
@@ -88,8 +96,8 @@ class Captured(Protocol):
 class _Full:
     size: StepSize
     graph: torch.cuda.CUDAGraph
-    gated: torch.cuda.CUDAGraph | None
-    """The same, waiting for the layer gates; None if there are none."""
+    gated: Sequence[torch.cuda.CUDAGraph]
+    """The same, waiting for the layer gates, in one or two parts; none if there are no gates."""
     answer: Answer
     gathers: bool
     work: Callable[[LayerHooks | None], Answer | None]
@@ -99,14 +107,16 @@ class _Full:
     def runtime_mode(self) -> GraphMode:
         return GraphMode.FULL
 
-    def replay(self, step: StepToReplay) -> Answer:
-        if step.traced is not None:
-            step.traced.replay()
-        elif step.is_gated:
-            assert self.gated is not None, "captured where there are gates"
-            self.gated.replay()
-        else:
-            self.graph.replay()
+    @property
+    def is_cut(self) -> bool:
+        return len(self.gated) > 1
+
+    def replay(self, step: StepToReplay) -> Answer | None:
+        parts = step.traced or ((self.graph,) if step.arm_rest is None else self.gated)
+        for number, graph in enumerate(parts):
+            if number and step.arm_rest is not None and not step.arm_rest():
+                return None
+            graph.replay()
         return self.answer
 
 
@@ -127,6 +137,10 @@ class _Pieces:
     @property
     def gathers(self) -> bool:
         return False  # its attentions are planned step by step
+
+    @property
+    def is_cut(self) -> bool:
+        return False  # its gates are its hooks
 
     def replay(self, step: StepToReplay) -> Answer:
         self.graphs[0].replay()  # first: the device shall not wait for the host's preparations
@@ -266,15 +280,9 @@ class GraphPool:
             return self._forward.forward(inputs, attention, wanted, hooks, room=room)
 
         graph, answer = self._graph(work)
-        gated = None
-        if self._gates is not None:
-            gated, _ = self._graph(lambda: work(self._waits()), is_new=False)
+        gated = () if self._gates is None else self._in_parts(work, self._gates)
         assert answer is not None, "a step has requests"
         return _Full(size, graph, gated, answer, gathers, work)
-
-    def _waits(self) -> LayerHooks:
-        assert self._gates is not None, "a step is gated where there are gates"
-        return LayerHooks(wait=self._gates.wait_here, save=lambda layer: None)
 
     def capture_traced(
         self,
@@ -282,18 +290,36 @@ class GraphPool:
         around: Callable[[LayerHooks | None], LayerHooks],
         *,
         is_gated: bool,
-    ) -> torch.cuda.CUDAGraph | None:
-        """A full graph once more, gated or not, with `around` its hooks: for who takes times. It
-        puts its answer where `captured` does. None for a step in pieces, whose hooks are called.
+    ) -> tuple[torch.cuda.CUDAGraph, ...]:
+        """A full graph once more, gated or not, in as many parts, with `around` its hooks: for who
+        takes times. It puts its answer where `captured` does. None of a step in pieces, whose hooks
+        are called.
 
         While steps run, so it waits for those under way first, and other threads may ask CUDA what
         they like meanwhile. Raises: `torch.cuda.OutOfMemoryError`; then all is as it was.
         """
         if not isinstance(captured, _Full):
-            return None
-        hooks, work = around(self._waits() if is_gated else None), captured.work
-        graph, _ = self._graph(lambda: work(hooks), is_new=False, error_mode="thread_local")
-        return graph
+            return ()
+        gates = self._gates if is_gated else None
+        return self._in_parts(captured.work, gates, around, error_mode="thread_local")
+
+    def _in_parts(
+        self,
+        work: Callable[[LayerHooks], object],
+        gates: LayerGates | None,
+        around: Callable[[LayerHooks | None], LayerHooks] | None = None,
+        *,
+        error_mode: str = "global",
+    ) -> tuple[torch.cuda.CUDAGraph, ...]:
+        """Capture `work`, which ran before, so that each layer waits for its gate; in two parts if
+        gates are late. `around` its hooks."""
+        capture = _Capture(self._memory, error_mode)
+        hooks = None if gates is None else _waits(gates, capture)
+        if around is not None:
+            hooks = around(hooks)
+        assert hooks is not None, "there are gates, or somebody takes times"
+        self._record(capture, functools.partial(work, hooks))
+        return tuple(capture.graphs)
 
     def _room_of(self, size: StepSize) -> StepRoom:
         assert self._room is not None, "made before the first capture"
@@ -326,18 +352,61 @@ class GraphPool:
         """
         if is_new:
             work()
+        capture = _Capture(self._memory)
+        result = self._record(capture, work)
+        return capture.graphs[0], result
+
+    def _record(self, capture: _Capture, work: Callable[[], T]) -> T:
         torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(self._stream), _no_garbage_collection():
-            graph.capture_begin(pool=self._memory, capture_error_mode=error_mode)
+            capture.begin()
             try:
                 result = work()
             except BaseException:
                 with contextlib.suppress(RuntimeError):  # what failed may have ended it
-                    graph.capture_end()
+                    capture.end()
                 raise
-            graph.capture_end()
-        return graph, result
+            capture.end()
+        return result
+
+
+class _Capture:
+    """What is queued on the current stream, as one graph or as several that follow each other: what
+    one leaves in tensors that are still held the next ones find."""
+
+    def __init__(self, memory: Any, error_mode: str = "global") -> None:
+        """`memory`: the pool that graphs take theirs from. `error_mode`: torch's, which says who
+        else may use CUDA meanwhile."""
+        self.graphs: list[torch.cuda.CUDAGraph] = []
+        self._memory = memory
+        self._error_mode = error_mode
+
+    def begin(self) -> None:
+        """Of the first graph, or of the next one."""
+        graph = torch.cuda.CUDAGraph()
+        graph.capture_begin(pool=self._memory, capture_error_mode=self._error_mode)
+        self.graphs.append(graph)
+
+    def cut(self) -> None:
+        """What comes from now on belongs to the next graph."""
+        self.end()
+        self.begin()
+
+    def end(self) -> None:
+        """Of all."""
+        self.graphs[-1].capture_end()
+
+
+def _waits(gates: LayerGates, capture: _Capture) -> LayerHooks:
+    """Hooks that let each layer wait for its gate, and cut the graph where late ones want that."""
+    cut = gates.num_first_layers if isinstance(gates, LateLayerGates) else 0
+
+    def wait(layer: int) -> None:
+        if layer and layer == cut:
+            capture.cut()
+        gates.wait_here(layer)
+
+    return LayerHooks(wait, save=lambda layer: None)
 
 
 @contextlib.contextmanager

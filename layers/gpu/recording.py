@@ -6,6 +6,8 @@ full graph by one that has such events in it (`traced_graphs.py`). Device thread
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from interlace.engine.ports import Clock
@@ -46,8 +48,8 @@ class GpuRecording:
         """The layer hooks of a step that calls them, and runs in `mode`."""
         return hooks if self._timer is None else self._timer.around(hooks, mode)
 
-    def graph(self, *, is_gated: bool) -> torch.cuda.CUDAGraph | None:
-        """What the step replays in place of a full graph, if there is one."""
+    def graphs(self, *, is_gated: bool) -> Sequence[torch.cuda.CUDAGraph] | None:
+        """What the step replays in place of a full graph, if there is anything."""
         lent, self._lent = self._lent, None
         if self._timer is None:
             return None
@@ -56,7 +58,7 @@ class GpuRecording:
         if lent is None:
             return None
         self._timer.borrow(lent.marks, lent.give_back)
-        return lent.graph
+        return lent.graphs
 
 
 def facts_of(device: torch.device, num_layers: int) -> RecordingFacts:

@@ -17,7 +17,13 @@ import torch
 from interlace.engine.errors import ConfigError
 from interlace.engine.kv_connector import KVConnectorHandshakeMetadata
 from interlace.engine.outputs import ModelRunnerOutput
-from interlace.engine.ports import Clock, PendingStep, Progress, WorkerConnector
+from interlace.engine.ports import (
+    Clock,
+    LateLayerGates,
+    PendingStep,
+    Progress,
+    WorkerConnector,
+)
 from interlace.engine.scheduler_output import SchedulerOutput
 from interlace.engine.step_timings import RecordingFacts, Timings
 from interlace.engine.transfer_picture import ConnectorPicture
@@ -280,12 +286,11 @@ class GpuRunner:
         )
         step = made()
         places = [i for i, r in enumerate(step.requests) if r.req_id in output.sampling_req_ids]
-        answer: Answer | None
-        among: Sequence[int]
+        answer: Answer | None = None
+        among: Sequence[int] = places
         if captured is not None and self._may_replay(captured, output):
             answer = captured.replay(self._to_replay(captured, output, step))
-            among = places
-        else:
+        if answer is None:
             answer = self._run(output, step, places)
             among = range(len(places))
         return answer, [
@@ -312,13 +317,21 @@ class GpuRunner:
     def _to_replay(self, captured: Captured, output: SchedulerOutput, step: Step) -> StepToReplay:
         is_full = captured.runtime_mode is GraphMode.FULL
         hooks = None if is_full else self._workers.layer_hooks(output)
-        is_gated = is_full and self._waits_for_gates(output)
-        traced: torch.cuda.CUDAGraph | None = None
+        arm_rest = None
+        if is_full and self._waits_for_gates(output):
+            arm_rest = functools.partial(self._arm_rest, output)
+        traced: Sequence[torch.cuda.CUDAGraph] | None = None
         if self._recording is not None and is_full:
-            traced = self._recording.graph(is_gated=is_gated)
+            traced = self._recording.graphs(is_gated=arm_rest is not None)
         elif self._recording is not None:
             hooks = self._recording.around(hooks, captured.runtime_mode)
-        return StepToReplay(step.inputs, step.bounds, step.chunks, hooks, is_gated, traced)
+        return StepToReplay(step.inputs, step.bounds, step.chunks, hooks, arm_rest, traced)
+
+    def _arm_rest(self, output: SchedulerOutput) -> bool:
+        """Whether all gates of the step are armed, those that may be armed late too."""
+        assert self._gates is not None, "they are waited for"
+        self._workers.arm_rest(output)
+        return self._gates.are_armed(output.step_id)
 
     def _waits_for_gates(self, output: SchedulerOutput) -> bool:
         """Whether the step loads, and its connector has gates for that."""
@@ -326,10 +339,16 @@ class GpuRunner:
 
     def _may_replay(self, captured: Captured, output: SchedulerOutput) -> bool:
         """A full graph that waits for gates would pass on loads of an older step, were not all of
-        them armed for this one: then the step runs with its layer hooks."""
-        if captured.runtime_mode is not GraphMode.FULL or self._gates is None:
+        them armed for this one: then the step runs with its layer hooks. Late ones have time until
+        the first layers are launched."""
+        gates = self._gates
+        if captured.runtime_mode is not GraphMode.FULL or gates is None:
             return True
-        return not self._waits_for_gates(output) or self._gates.are_armed(output.step_id)
+        if not self._waits_for_gates(output):
+            return True
+        if captured.is_cut and isinstance(gates, LateLayerGates):
+            return gates.are_first_armed(output.step_id)
+        return self._arm_rest(output)
 
     def _run(
         self,

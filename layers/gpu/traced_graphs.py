@@ -18,7 +18,7 @@ graphs run at once.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -38,9 +38,9 @@ TURNS = 2
 class TracedGraph:
     """One of them."""
 
-    def __init__(self, graph: torch.cuda.CUDAGraph, marks: LayerMarks) -> None:
-        """`marks` are recorded by each replay."""
-        self.graph = graph
+    def __init__(self, graphs: Sequence[torch.cuda.CUDAGraph], marks: LayerMarks) -> None:
+        """`graphs` are the parts of one, in order. `marks` are recorded by each replay."""
+        self.graphs = graphs
         self.marks = marks
         self.is_lent = False
 
@@ -83,7 +83,7 @@ class TracedGraphs:
     def _capture(self, captured: Captured, *, is_gated: bool) -> TracedGraph | None:
         marks = LayerMarks(self._external_marks(), self._num_layers)
         try:
-            graph = self._pool.capture_traced(captured, marks.around, is_gated=is_gated)
+            graphs = self._pool.capture_traced(captured, marks.around, is_gated=is_gated)
         except RuntimeError as error:  # want of memory among them
             self._has_failed = True
             logger.warning(
@@ -93,7 +93,7 @@ class TracedGraphs:
                 str(error).partition("\n")[0],
             )
             return None
-        return None if graph is None else TracedGraph(graph, marks)
+        return TracedGraph(graphs, marks) if graphs else None
 
     def _external_marks(self) -> Callable[[], TimedEvent]:
         """Makes all of them at once: not while a graph is captured."""

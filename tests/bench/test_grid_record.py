@@ -68,7 +68,7 @@ def test_what_is_no_run_is_refused(content: str) -> None:
 
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="cannot be read: No such file"):
+    with pytest.raises(ConfigError, match=r"cannot be read .*: name what"):
         read_run(tmp_path / "none.json")
 
 

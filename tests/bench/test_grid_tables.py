@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from unittest.mock import MagicMock
 
 import pytest
-from grid_kit import a_run, loading
+from grid_kit import a_run, loading, on_another
 
 from interlace.bench.grid import pictures
 from interlace.bench.grid.record import GridRun
@@ -133,3 +133,22 @@ def test_what_cannot_be_recorded_says_why(line: str) -> None:
 def test_no_picture_of_nothing() -> None:
     assert pictures.draw_prefixes(a_run([(loading("bulk", 32), [0.5])])) is None
     assert pictures.draw_bars(a_run([(loading("bulk", 32), [])], repeats=1)) is None
+
+
+def test_a_picture_names_its_machine_and_its_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib")
+    monkeypatch.setitem(pictures._SETTINGS, "svg.fonttype", "none")  # words stay words
+    arms = [
+        (loading(mode, n), [0.1234 * n / 32] * 2)
+        for mode in ("recompute", "bulk")
+        for n in (32, 320)
+    ]
+    run = on_another(a_run(arms), torch="2.13.0", torch_threads=1)
+    for content in (pictures.draw_bars(run), pictures.draw_prefixes(run)):
+        assert content is not None
+        assert b"2 cores of here, torch 2.13.0 on 1 thread, 2 rounds" in content
+    bars = pictures.draw_bars(run)
+    assert bars is not None
+    assert bars.count(b">1,234<") == bars.count(b">123<") == 2
+    assert b"fill: #5b8fb9" in bars
+    assert b"fill: #d9822b" in bars, "a colour for each way"

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from fake_engine import DEATH, WARNING
+from vt_screen import VtScreen
 
 ROOT = Path(__file__).resolve().parents[2]
 FAKE_CHAT = [sys.executable, str(ROOT / "tests/support/fake_chat.py")]
@@ -241,6 +242,27 @@ def test_a_warning_is_told_if_the_answer_is_broken_off() -> None:
         assert chat.wait_for("; stopped]").startswith(f"\r\n{WARNING}\r\n[")
     finally:
         chat.close()
+
+
+@pytest.mark.parametrize("term", ["xterm", "dumb"])
+def test_a_warning_at_the_prompt_stands_on_a_line_of_its_own(term: str) -> None:
+    """And what is typed comes behind it, and goes on."""
+    chat = Terminal("Aye.", NO_COLOR="1", TERM=term)
+    screen = VtScreen()
+    try:
+        screen.feed(chat.wait_for("> "))
+        chat.type("Hello")
+        screen.feed(chat.wait_for("Hello"))
+        for _ in range(2):
+            chat.process.send_signal(signal.SIGUSR1)
+            screen.feed(chat.wait_for("\x1b[1B" if term == "xterm" else f"{WARNING}\r\n> Hello"))
+        chat.type(" you\n")
+        screen.feed(chat.wait_for("tokens/s]"))
+    finally:
+        chat.close()
+    lines = [line for line in screen.text.splitlines() if line != "> Hello"]
+    first = lines.index(WARNING)
+    assert lines[first : first + 4] == [WARNING, WARNING, "> Hello you", "Aye."]
 
 
 def test_a_warning_comes_at_once_where_the_answer_goes_elsewhere() -> None:

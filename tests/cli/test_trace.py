@@ -69,10 +69,9 @@ def test_no_picture_without_matplotlib(
 
 
 def test_bad_files(file: Path, tmp_path: Path) -> None:
-    assert run("trace", str(tmp_path / "none.json"))[::2] == (
-        1,
-        f" {tmp_path}/none.json cannot be read: No such file or directory.",
-    )
+    code, out, err = run("trace", str(tmp_path / "none.json"))
+    assert (code, out) == (1, "")
+    assert f"{tmp_path}/none.json cannot be read (No such file or directory): name what" in err
     file.write_text("{}")
     code, out, err = run("trace", str(file))
     assert (code, out) == (1, "")

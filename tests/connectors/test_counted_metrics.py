@@ -169,8 +169,8 @@ async def test_a_prompt_that_is_written_and_read_again(
     for transfer in ("save", "write"):
         moved = of(written, "kv_transfer_bytes_total", transfer=transfer)
         assert moved == 10 * RECORD_BYTES
-    assert of(written, "kv_timed_transfer_bytes_total", transfer="write") == 10 * RECORD_BYTES
-    assert of(written, "kv_transfer_seconds_total", transfer="write") > 0
+        assert of(written, "kv_timed_transfer_bytes_total", transfer=transfer) == moved
+        assert of(written, "kv_transfer_seconds_total", transfer=transfer) > 0
     assert of(written, "kv_host_blocks", state="stored") == 10
     assert of(written, "kv_host_blocks", state="free") == 190
     assert of(written, "kv_write_queue_bytes") == 0
@@ -186,6 +186,17 @@ async def test_a_prompt_that_is_written_and_read_again(
     assert not [name for name in values if "_created" in name]
     for transfer in ("load", "save"):
         assert of(values, "kv_open_transfers", transfer=transfer) == 0
+
+
+async def test_small_saves_that_share_a_transfer_are_timed_once(tmp_path: Path) -> None:
+    async with engine_of(tmp_path / "kv") as engine:
+        prompts = [[n, *PROMPT[: 2 * BLOCK_SIZE]] for n in range(3)]
+        await asyncio.gather(*(ask(engine, prompt, 1) for prompt in prompts))
+        await rest(engine)
+        values = read(engine.metrics)
+    moved = of(values, "kv_transfer_bytes_total", transfer="save")
+    assert moved == 6 * RECORD_BYTES
+    assert of(values, "kv_timed_transfer_bytes_total", transfer="save") == moved
 
 
 async def test_loads_within_a_step_are_timed(tmp_path: Path) -> None:

@@ -14,10 +14,11 @@ import pytest
 from engine_kit import until
 from example_engine import folders
 from memory_store import MemoryStore
+from multi_kit import multi_engine
 from safetensors.numpy import load_file
 from tiny_model import VOCAB_SIZE, plain_answer, tiny_model
 
-from interlace import AsyncEngine, EngineConfig, KVTransferConfig, SamplingParams
+from interlace import AsyncEngine, SamplingParams
 from interlace.engine.outputs import Completion
 
 MODEL = tiny_model()
@@ -31,21 +32,14 @@ modes = pytest.mark.parametrize(
 async def an_engine(
     *children: Mapping[str, Any], depth: int = 1, workers: int = 1, num_blocks: int = 60
 ) -> AsyncIterator[AsyncEngine]:
-    config = EngineConfig(
-        block_size=4,
+    async with multi_engine(
+        MODEL,
+        *children,
         num_gpu_blocks_override=num_blocks,
         max_num_batched_tokens=24,
         max_inflight_steps=depth,
         tensor_parallel_size=workers,
-        skip_tokenizer_init=True,
-        kv_transfer_config=KVTransferConfig(
-            kv_connector="MultiConnector",
-            kv_role="kv_both",
-            kv_load_failure_policy="recompute",
-            kv_connector_extra_config={"connectors": list(children)},
-        ),
-    )
-    async with AsyncEngine.from_loaded(config, MODEL) as engine:
+    ) as engine:
         yield engine
 
 

@@ -33,6 +33,7 @@ from interlace.engine.kv_connector import (
     KVConnectorRole,
 )
 from interlace.engine.kv_events import AllBlocksCleared, BlockRemoved, CountedKVEvents
+from interlace.engine.ports import LateLayerGates
 from interlace.engine.step_timings import TransferTiming
 from interlace.layers.attention_backend import TritonAttentionBackend
 
@@ -89,6 +90,41 @@ def test_gates_of_all_children_are_waited_for_and_have_to_be_armed(
     both.wait_here(1)
     assert first.waited == second.waited == [1]
     assert [both.are_armed(step) for step in (3, 4, 5)] == [False, True, False]
+
+
+class LateGates(Gates):
+    """Of a child that arms some gates later."""
+
+    def __init__(self, num_first_layers: int) -> None:
+        super().__init__()
+        self.num_first_layers = num_first_layers
+        self.first_armed: set[int] = set()
+
+    def are_first_armed(self, step_id: int) -> bool:
+        return step_id in self.first_armed
+
+    def arm_rest(self, step_id: int) -> None:
+        self.armed = (step_id,)
+
+
+def test_gates_of_children_that_are_armed_late_are_cut_at_the_first_of_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    _, worker = sides_of(talker(), talker(), talker())
+    at_once, early, late = Gates(4), LateGates(2), LateGates(3)
+    for child, gates in zip(worker._children, (at_once, early, late), strict=True):
+        monkeypatch.setattr(child.connector, "get_layer_gates", functools.partial(_same, gates))
+    both = worker.get_layer_gates()
+    assert isinstance(both, LateLayerGates)
+    assert both.num_first_layers == 2
+    early.first_armed = {3, 4}
+    late.first_armed = {4}
+    assert [both.are_first_armed(step) for step in (3, 4)] == [False, True]
+    assert not both.are_armed(4)
+    both.arm_rest(4)
+    assert both.are_armed(4)
+    at_once.armed = ()
+    assert not both.are_first_armed(4)
 
 
 @pytest.mark.parametrize("more", [(), (0,), (1,), (0, 1)])

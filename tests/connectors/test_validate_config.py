@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -112,11 +114,11 @@ def test_a_folder_that_may_not_be_made_is_refused(
 ) -> None:
     asked: list[object] = []
 
-    def refuse(path: object, mode: int) -> bool:
-        asked.append(path)
-        return False
+    def refuse(*, prefix: str, dir: Path) -> str:  # noqa: A002 - the library's name
+        asked.append(dir)
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), prefix)
 
-    monkeypatch.setattr(os, "access", refuse)
+    monkeypatch.setattr(tempfile, "mkdtemp", refuse)
     extra = {key: str(odd_places / "a" / "b")} | ({"store": "file"} if name == PIPELINE else {})
     with pytest.raises(ConfigError, match="Permission denied"):
         KVConnectorFactory().validate_config(own_config(name, extra, "kv_both"))

@@ -13,7 +13,7 @@ from engine_kit import GatedRunner, build_engine, greedy, open_engine, read_all,
 from metrics_kit import Values, exchange, port_of, read, request, scrape
 from prometheus_client import REGISTRY, generate_latest
 
-from interlace.engine.errors import ConfigError, EngineDeadError, InterlaceError
+from interlace.engine.errors import ConfigError, EngineDeadError, InterlaceError, PromptError
 from interlace.engine.events import Event, StepDone
 from interlace.engine.metrics_server import listen
 from interlace.engine.snapshot import EngineSnapshot
@@ -63,6 +63,23 @@ async def test_counters_are_what_the_requests_did() -> None:
         assert values["interlace_engine_up"] == 1
         assert values["interlace_kv_free_blocks"] == values["interlace_kv_usable_blocks"] == 32
         assert values["interlace_kv_usage_ratio"] == 0
+
+
+async def test_who_ends_while_it_is_tokenised_has_a_reason() -> None:
+    async with open_engine(is_open=True) as opened:
+        engine = opened.engine
+        recording = engine.record_metrics()
+        stream = engine.generate("abc", greedy(5))
+        assert state(read(engine.metrics), "preparing") == 1
+        assert engine.abort(stream.request_id)
+        assert not engine.abort(stream.request_id)
+        with pytest.raises(PromptError):
+            await engine.complete("a" * 5000, greedy(5))
+        for reason in ("abort", "error"):
+            await until(lambda: read(recording.registry)[FINISHED.format(reason)] == 1)  # noqa: B023
+        assert read(engine.metrics)["interlace_requests_ended_total"] == 2
+        await until(lambda: engine.snapshot().num_preparing_requests == 0)
+        assert not recording._ended, "none of them is in a step that may be told of"
 
 
 async def test_requests_by_state_and_blocks() -> None:

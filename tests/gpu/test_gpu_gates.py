@@ -8,7 +8,15 @@ from typing import Any
 import gated_connectors
 import pytest
 import torch
-from gated_connectors import BROKEN, STARTED, AsksFirst, Gated, NotAllArmed
+from gated_connectors import (
+    BROKEN,
+    STARTED,
+    AsksFirst,
+    Gated,
+    NotAllArmed,
+    RestLate,
+    RestNeverArmed,
+)
 from tiny_model import plain_answer, tiny_model
 
 from interlace import AsyncEngine, EngineConfig, KVTransferConfig, SamplingParams
@@ -93,6 +101,17 @@ async def test_answers_are_right_in_every_mode(
         assert set(side.modes) == {GraphMode.FULL}
 
 
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("mode", MODES)
+async def test_answers_are_right_where_gates_are_armed_while_the_first_layers_run(
+    mode: str, depth: int, model: LoadedModel, answers: list[list[int]]
+) -> None:
+    found, side = await loaded_answers(RestLate, mode, depth, model, together=True)
+    assert found == answers
+    if mode in ("FULL", "FULL_AND_PIECEWISE"):
+        assert set(side.modes) == {GraphMode.FULL}
+
+
 @pytest.mark.parametrize("mode", ["NONE", "FULL_AND_PIECEWISE"])
 async def test_who_asks_for_the_attention_metadata_before_it_loads_gets_it(
     mode: str, model: LoadedModel, answers: list[list[int]]
@@ -102,10 +121,11 @@ async def test_who_asks_for_the_attention_metadata_before_it_loads_gets_it(
     assert side.modes
 
 
+@pytest.mark.parametrize("connector", [NotAllArmed, RestNeverArmed])
 async def test_a_step_whose_gates_are_not_all_armed_runs_with_its_hooks(
-    model: LoadedModel, answers: list[list[int]]
+    connector: type[Gated], model: LoadedModel, answers: list[list[int]]
 ) -> None:
-    found, _ = await loaded_answers(NotAllArmed, "FULL_AND_PIECEWISE", 2, model, together=True)
+    found, _ = await loaded_answers(connector, "FULL_AND_PIECEWISE", 2, model, together=True)
     assert found == answers
 
 

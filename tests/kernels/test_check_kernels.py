@@ -75,6 +75,7 @@ class InOne:
     size: StepSize
     runtime_mode: GraphMode = GraphMode.FULL
     gathers: bool = False
+    is_cut: bool = False
 
     def replay(self, step: StepToReplay) -> Answer:
         assert step.hooks is None

@@ -54,6 +54,26 @@ class Gates:
         return step_id == self.armed_for
 
 
+class LateGates(Gates):
+    """The rest is armed when that is asked for."""
+
+    num_first_layers = 1
+    first_armed_for = 0
+
+    def __init__(self, log: list[str], rest_armed_for: int | Exception = 1) -> None:
+        self.log = log
+        self.rest_armed_for = rest_armed_for
+
+    def are_first_armed(self, step_id: int) -> bool:
+        return step_id == self.first_armed_for
+
+    def arm_rest(self, step_id: int) -> None:
+        self.log.append("arm_rest")
+        if isinstance(self.rest_armed_for, Exception):
+            raise self.rest_armed_for
+        self.armed_for = self.rest_armed_for
+
+
 class Watched:
     """A connector's worker side that notes each call, and may do something in `start_load_kv`."""
 
@@ -258,12 +278,17 @@ class Graph:
     runtime_mode = GraphMode.FULL
     size = StepSize(len(TOKENS), 1)
 
-    def __init__(self, log: list[str]) -> None:
+    def __init__(self, log: list[str], *, is_cut: bool = False) -> None:
         self.log = log
+        self.is_cut = is_cut
 
-    def replay(self, step: StepToReplay) -> Answer:
+    def replay(self, step: StepToReplay) -> Answer | None:
         assert step.hooks is None
-        self.log.append("gated replay" if step.is_gated else "replay")
+        self.log.append("replay" if step.arm_rest is None else "gated replay")
+        if self.is_cut and step.arm_rest is not None:
+            if not step.arm_rest():
+                return None
+            self.log.append("second part")
         return Answer(torch.zeros(1, 8), torch.zeros(2, 1, dtype=torch.int32))
 
 
@@ -283,6 +308,64 @@ def test_between_the_copies_and_a_full_graph_nothing_runs_for_each_layer(
     kit.step(**LOADS)
     forward = ["gated replay"] if armed_for == 1 else HOOKS
     assert kit.log[3:] == ["start_load_kv", "update", "upload", *forward, *BEHIND]
+
+
+REPLAYED = ["gated replay", "arm_rest", "second part"]
+
+
+@pytest.mark.parametrize(
+    ("is_cut", "first_for", "rest_for", "forward"),
+    [
+        (True, 1, 1, REPLAYED),
+        (True, 0, 1, HOOKS),
+        (True, 1, 0, [*REPLAYED[:2], *HOOKS]),
+        (False, 1, 1, ["arm_rest", "gated replay"]),
+        (False, 1, 0, ["arm_rest", *HOOKS]),
+    ],
+)
+def test_late_gates_are_armed_when_the_first_layers_are_launched(
+    is_cut: bool, first_for: int, rest_for: int, forward: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is not armed by then runs with its hooks, from its begin; a graph that is not cut waits
+    until all are."""
+    log: list[str] = []
+    gates = LateGates(log, rest_for)
+    kit = Kit(monkeypatch, gates)
+    gates.log = kit.log
+    monkeypatch.setattr(kit.runner._graphs, "find", lambda *_, **__: Graph(kit.log, is_cut=is_cut))
+
+    def arm(context: ForwardContext) -> None:
+        gates.first_armed_for = first_for
+
+    kit.connector.on_start = arm
+    output = kit.step(**LOADS)
+    assert kit.log[3:] == ["start_load_kv", "update", "upload", *forward, *BEHIND]
+    if forward[-1] == "save_kv_layer":
+        assert output.sampled_token_ids["r"] == tuple(plain_answer(MODEL, list(TOKENS), 1))
+
+
+def test_gates_that_raise_when_the_rest_is_to_be_armed_are_a_failed_load(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    gates = LateGates([], ConnectorError("no more streams"))
+    kit = Kit(monkeypatch, gates)
+    monkeypatch.setattr(kit.runner._graphs, "find", lambda *_, **__: Graph(kit.log, is_cut=True))
+    kit.connector.on_start = lambda context: setattr(gates, "first_armed_for", 1)
+    output = kit.step(**LOADS)
+    assert "LateGates.arm_rest raised ConnectorError: no more streams" in caplog.text
+    assert output.kv_connector_output is not None
+    assert output.kv_connector_output.invalid_block_ids == {1}
+    assert output.sampled_token_ids["r"] == tuple(plain_answer(MODEL, list(TOKENS), 1))
+
+
+def test_a_step_that_loads_nothing_asks_no_gates(monkeypatch: pytest.MonkeyPatch) -> None:
+    gates = LateGates([])
+    kit = Kit(monkeypatch, gates)
+    gates.log = kit.log
+    monkeypatch.setattr(kit.runner._graphs, "find", lambda *_, **__: Graph(kit.log, is_cut=True))
+    kit.step()
+    assert "replay" in kit.log
+    assert "arm_rest" not in kit.log
 
 
 class End:

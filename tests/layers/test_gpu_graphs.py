@@ -27,6 +27,7 @@ class _Graph:
     size: StepSize
     gathers: bool = False
     runtime_mode: GraphMode = GraphMode.FULL
+    is_cut: bool = False
 
     def replay(self, step: StepToReplay) -> Answer:
         raise NotImplementedError

@@ -3,7 +3,9 @@ CUDA's events, which pass when a test lets them."""
 
 from __future__ import annotations
 
+import gc
 import logging
+import weakref
 from typing import Any
 
 import pytest
@@ -18,7 +20,7 @@ from interlace.layers.gpu.traced_graphs import TURNS, TracedGraphs
 from interlace.layers.graph_mode import GraphMode
 from interlace.layers.kv_hooks import LayerHooks
 from interlace.layers.moments import ANCHOR_S, ClockMoments, EventMoments
-from interlace.layers.step_recorder import MOST_PIECES, MOST_STEPS, StepRecorder
+from interlace.layers.step_recorder import MOST_PIECES, MOST_STEPS, LayerMarks, StepRecorder
 
 NUM_LAYERS = 3
 OP_S = 0.001
@@ -263,6 +265,7 @@ class FakeCaptured:
 
     size = StepSize(8, 8)
     gathers = False
+    is_cut = False
 
     def __init__(self, mode: GraphMode = GraphMode.FULL) -> None:
         self.runtime_mode = mode
@@ -287,7 +290,7 @@ class FakePool:
             hooks.wait(layer)
             hooks.save(layer)
         hooks.end()
-        return object()
+        return (object(),)
 
 
 def traced_graphs(rig: Rig | None = None) -> tuple[TracedGraphs, FakePool]:
@@ -353,3 +356,47 @@ def test_a_step_gives_back_what_it_has_borrowed_when_it_was_read() -> None:
     rig.device.drain()
     rig.recorder.take()
     assert not one.is_lent
+
+
+def test_a_step_that_runs_once_more_with_its_hooks_tells_of_these() -> None:
+    """The gates of its graph were not all armed, so what that recorded is of no step, or an older
+    one."""
+    rig = Rig()
+    graphs, _ = traced_graphs(rig)
+    one = graphs.lend(FakeCaptured(), is_gated=True)
+    assert one is not None
+    timer = rig.recorder.begin_step(a_step(1))
+    timer.mode, timer.is_gated = GraphMode.FULL, True
+    timer.borrow(one.marks, one.give_back)
+    hooks = timer.around(None)
+    for layer in range(NUM_LAYERS):
+        hooks.wait(layer)
+        hooks.save(layer)
+    timer.end()
+    rig.device.drain()
+    (told,) = rig.recorder.take().steps
+    assert told.mode == "NONE"
+    assert not told.is_gated
+    assert told.begin_s <= told.layers[0].arrived_s < told.layers[-1].end_s <= told.end_s
+    assert not one.is_lent
+
+
+def test_every_mark_of_a_graph_lives_as_long_as_it() -> None:
+    """The driver reads an event that was let go of when the graph is made, and the process ends."""
+    made: list[weakref.ref[Any]] = []
+
+    class Mark:
+        def __init__(self) -> None:
+            made.append(weakref.ref(self))
+
+    marks = LayerMarks(Mark, NUM_LAYERS)
+    hooks = marks.around(LayerHooks(lambda layer: None, lambda layer: None))
+    for layer in range(NUM_LAYERS):
+        hooks.wait(layer)
+        hooks.save(layer)
+    assert hooks.end is not None
+    hooks.end()
+    gc.collect()
+    assert len(made) == 2 * NUM_LAYERS + 2
+    assert all(mark() is not None for mark in made)
+    assert marks.has_all

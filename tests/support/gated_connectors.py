@@ -101,6 +101,81 @@ STARTED: list[Gated] = []
 """Worker sides that were made, the newest last; a test empties it."""
 
 
+class RestLate(Gated):
+    """Loads the first layer before its steps are launched, and the others when it is told to."""
+
+    tells_truth = True
+
+    def get_layer_gates(self) -> LayerGates | None:
+        return LateGates(self.gates.gates, self)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        self.waiting: list[tuple[int, str]] = []
+        super().start_load_kv(forward_context, **kwargs)
+
+    def load(self, layer: int, name: str) -> None:
+        if layer:
+            self.waiting.append((layer, name))
+        else:
+            super().load(layer, name)
+
+    def arm_rest(self) -> None:
+        """For its gates."""
+        waiting, self.waiting = self.waiting, []
+        for layer, name in waiting:
+            super().load(layer, name)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        if self._on_worker._sync:
+            self.arm_rest()
+        super().wait_for_layer_load(layer_name)
+
+
+class LateGates(Gates):
+    """`LateLayerGates`, of which the first layer's is armed first."""
+
+    num_first_layers = 1
+
+    def __init__(self, gates: Sequence[GraphGate], side: RestLate) -> None:
+        super().__init__(gates)
+        self.side = side
+
+    def are_armed(self, step_id: int) -> bool:
+        return super().are_armed(step_id) or not self.side.tells_truth
+
+    def are_first_armed(self, step_id: int) -> bool:
+        return self.gates[0].armed_for == step_id
+
+    def arm_rest(self, step_id: int) -> None:
+        assert step_id == self.side._step.step_id
+        self.side.arm_rest()
+
+
+class RestNeverArmed(RestLate):
+    """Does not arm the rest, and says so: such steps run once more, with their layer hooks."""
+
+    def arm_rest(self) -> None:
+        pass
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        waiting, self.waiting = self.waiting, []
+        for layer, name in waiting:
+            Gated.load(self, layer, name)
+        Gated.wait_for_layer_load(self, layer_name)
+
+
+class RestArmedBehindTheLaunch(RestNeverArmed):
+    """Says that the rest is armed, and arms it when the step has been launched."""
+
+    tells_truth = False
+
+    def wait_for_save(self) -> None:
+        waiting, self.waiting = getattr(self, "waiting", []), []
+        for layer, name in waiting:
+            Gated.load(self, layer, name)
+        super().wait_for_save()
+
+
 class AsksFirst(Gated):
     """Reads the step's attention metadata before it loads, so that the step is prepared then."""
 
@@ -153,4 +228,4 @@ class ArmedBehindTheLaunch(OneGateLeftOut):
         super().wait_for_save()
 
 
-BROKEN = (OneGateLeftOut, OpenedEarly, ArmedBehindTheLaunch)
+BROKEN = (OneGateLeftOut, OpenedEarly, ArmedBehindTheLaunch, RestArmedBehindTheLaunch)

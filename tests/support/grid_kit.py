@@ -58,6 +58,6 @@ def loading(mode: str, prefix: int, **more: Value) -> dict[str, Value]:
     return {"connector": "PipelineConnector", "load_mode": mode, "prefix": prefix, **more}
 
 
-def on_another(run: GridRun, **facts: str) -> GridRun:
+def on_another(run: GridRun, **facts: str | int) -> GridRun:
     """The same run with other facts of its machine."""
     return dataclasses.replace(run, machine={**run.machine, **facts})

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from typing import Any, Literal
 
 from scheduling import Stepper, make_scheduler
 
+from interlace import AsyncEngine
 from interlace.connectors.conformance import Script, ScriptedConnector
 from interlace.connectors.multi_connector import MultiConnector
 from interlace.engine.config import EngineConfig, KVRole, KVTransferConfig, ModelConfig
@@ -17,6 +19,7 @@ from interlace.engine.kv_connector import (
     KVCacheGroupSpec,
     KVConnectorRole,
 )
+from interlace.layers.checkpoint import LoadedModel
 
 ChildConfig = Mapping[str, Any]
 
@@ -25,6 +28,24 @@ def scripted(script: Script, **more: Any) -> dict[str, Any]:
     """The configuration of a scripted child."""
     extra = {"script": script}
     return {"kv_connector": "ScriptedConnector", "kv_connector_extra_config": extra, **more}
+
+
+@asynccontextmanager
+async def multi_engine(
+    model: LoadedModel, *children: ChildConfig, **options: Any
+) -> AsyncIterator[AsyncEngine]:
+    """A real engine whose MultiConnector has these children; `options` are `EngineConfig`'s."""
+    config = EngineConfig(
+        **{"block_size": 4, "num_gpu_blocks_override": 61, "skip_tokenizer_init": True, **options},
+        kv_transfer_config=KVTransferConfig(
+            kv_connector="MultiConnector",
+            kv_role="kv_both",
+            kv_load_failure_policy="recompute",
+            kv_connector_extra_config={"connectors": list(children)},
+        ),
+    )
+    async with AsyncEngine.from_loaded(config, model) as engine:
+        yield engine
 
 
 def multi_config(

@@ -17,6 +17,7 @@ from connected_gpu import BLOCK_SIZE
 from deep_model import deep_model
 
 from interlace import AsyncEngine, EngineConfig, KVTransferConfig
+from interlace.connectors.pipeline.layer_pipeline import Pace
 from interlace.connectors.pipeline.messages import PipelineMetadata
 from interlace.connectors.pipeline.worker import PipelineWorker
 from interlace.connectors.pipeline_connector import PipelineConnector
@@ -81,11 +82,11 @@ class LoadRig:
             rig._pages[worker] = list(kv_caches.values())
 
         def rigged_start(
-            worker: PipelineWorker, metadata: PipelineMetadata, *, by_layer: bool = False
+            worker: PipelineWorker, metadata: PipelineMetadata, pace: Pace = Pace.AT_ONCE
         ) -> None:
             if metadata.step_id != worker._begun_step:
                 rig._note_and_poison(metadata, rig._pages[worker])
-            start(worker, metadata, by_layer=by_layer)
+            start(worker, metadata, pace)
 
         def rigged_load(copies: PageCopies, layer: int, runs: Runs) -> Copied:
             rig.before(layer, runs)

@@ -17,7 +17,7 @@ from hooked_copies import HookedCopies
 from tiny_model import VOCAB_SIZE
 
 from interlace import AsyncEngine, EngineConfig, KVTransferConfig, SamplingParams
-from interlace.connectors.pipeline.layer_pipeline import LaneCopies, LayerPipeline
+from interlace.connectors.pipeline.layer_pipeline import LaneCopies, LayerPipeline, Pace
 from interlace.connectors.pipeline.messages import PipelineMetadata
 from interlace.connectors.pipeline.options import PipelineOptions
 from interlace.connectors.pipeline.worker import PipelineWorker
@@ -122,7 +122,7 @@ class RiggedWorker(PipelineWorker):
             pages[1:] = torch.nan
         return pipeline
 
-    def start(self, metadata: PipelineMetadata, *, by_layer: bool = False) -> None:
+    def start(self, metadata: PipelineMetadata, pace: Pace = Pace.AT_ONCE) -> None:
         rig = self._rig
         if metadata.step_id != self._begun_step:
             within = [load for load in metadata.loads if not load.is_async]
@@ -133,7 +133,7 @@ class RiggedWorker(PipelineWorker):
                 for run in load.runs:
                     records |= {run.record + i for i in range(run.num_blocks)}
                     self._poison(run.block_id, run.num_blocks)
-        super().start(metadata, by_layer=by_layer)
+        super().start(metadata, pace)
 
     def _poison(self, block_id: int, num_blocks: int) -> None:
         for pages in self._pages:

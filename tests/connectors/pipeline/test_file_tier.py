@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from slab_kit import SPACE, block_hash
 
 from interlace.connectors.pipeline.host_index import HostIndex
-from interlace.connectors.pipeline.messages import StoreOrder
+from interlace.connectors.pipeline.messages import MappedRecords, StoreOrder
 from interlace.connectors.pipeline.sched_files import FileTier
 from interlace.connectors.pipeline.sched_stats import Counter
-from interlace.connectors.slab_store.catalog import Catalog
+from interlace.connectors.slab_store.catalog import Catalog, Place
+from interlace.connectors.slab_store.layout import NO_PARENT, Entry
 from interlace.connectors.slab_store.lookup import StoredBlocks
 from interlace.layers.virtual_lanes import VirtualLanes
 
@@ -150,3 +156,64 @@ def test_a_reset_while_something_is_written(tmp_path: Path) -> None:
         one.looking.drain()
         one.files.refresh()
     assert (one.index.num_stored, one.index.num_free) == (0, 8)
+
+
+# -------------------------------------------------------------------- registered slabs
+
+
+class Stub:
+    """Places of blocks, for a tier that asks and uses."""
+
+    def __init__(self, places: dict[bytes, Place]) -> None:
+        self.finder = places.get
+        self.used: list[Place] = []
+
+    def use_places(self, places: Iterable[Place]) -> None:
+        self.used += places
+
+    def places(self, block_hashes: Sequence[bytes]) -> list[Place]:
+        found = [place for place in map(self.finder, block_hashes) if place is not None]
+        assert len(found) == len(block_hashes)
+        return found
+
+
+@settings(max_examples=200, deadline=None)
+@given(data=st.data())
+def test_what_is_found_at_once_is_what_is_found_one_by_one(data: st.DataObject) -> None:
+    """And a load of it, of all or of the first ones, takes the same."""
+    slabs: list[Any] = [SimpleNamespace(name=f"slab{n}") for n in range(3)]
+    wheres = data.draw(st.lists(st.sampled_from([0, 0, 0, 1, 2, None]), max_size=12))
+    places = {
+        block_hash(n): Place(slabs[where], Entry(n, block_hash(n), NO_PARENT, 7 * n, 1))
+        for n, where in enumerate(wheres)
+        if where is not None
+    }
+    index, stub = HostIndex(8), Stub(places)
+    stored: Any = stub
+    tier = FileTier(stored, index, Counter())
+    num_mapped = data.draw(st.integers(0, 3))
+    tier.note_mapped(
+        MappedRecords(slab.name, 100 * (n + 1), data.draw(st.integers(0, 12)))
+        for n, slab in enumerate(slabs[:num_mapped])
+    )
+    in_memory = data.draw(st.sets(st.integers(0, 11), max_size=2))
+    hashes = [block_hash(n) for n in range(len(wheres) + 1)]
+    if in_memory:
+        records = index.allocate(len(in_memory))
+        assert records is not None
+        index.store(records, [block_hash(n) for n in sorted(in_memory)], None)
+    found = tier.look_up(hashes)
+    one_by_one = tier._look_up_anywhere(hashes)
+    assert found == one_by_one
+    wanted = hashes[: data.draw(st.integers(0, found.num_blocks))]
+    taken = tier.take(wanted, found.at_hand)
+    assert set(taken.records) | set(taken.missing) == set(wanted)
+    assert taken.mapped == {
+        record: places[one] for one, record in found.at_hand.records.items() if one in wanted
+    }
+    assert all(place in stub.used for place in taken.mapped.values())
+    pinned = {one for one in wanted if one in index.records}
+    assert pinned.isdisjoint(taken.fetched)
+    assert set(taken.records) == pinned | set(taken.fetched) | (
+        found.at_hand.records.keys() & set(wanted)
+    )

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from deep_model import deep_model
+from multi_kit import multi_engine
 from pipeline_files_kit import (
     PROMPT,
     a_step,
@@ -22,7 +23,6 @@ from pipeline_files_kit import (
 )
 from pipeline_kit import BLOCK_SIZE, RECORD_BYTES, ask, forget_on_device, some_tokens
 
-from interlace import AsyncEngine, EngineConfig, KVTransferConfig
 from interlace.connectors.multi_connector import MultiConnector
 from interlace.connectors.multi_stats import MultiKVConnectorStats
 from interlace.connectors.slab_store import slab as slabs
@@ -164,18 +164,6 @@ async def test_children_of_a_multi_connector_count_their_own(
         extra |= {"slab_bytes": 1 << 16, "host_bytes": 200 * RECORD_BYTES} | options
         return {"kv_connector": "PipelineConnector", "kv_connector_extra_config": extra}
 
-    config = EngineConfig(
-        block_size=BLOCK_SIZE,
-        num_gpu_blocks_override=61,
-        skip_tokenizer_init=True,
-        kv_transfer_config=KVTransferConfig(
-            kv_connector="MultiConnector",
-            kv_role="kv_both",
-            kv_connector_extra_config={
-                "connectors": [child("a"), child("b", min_free_bytes=1 << 62)]
-            },
-        ),
-    )
     seen: list[dict[str, Any]] = []
     take = MultiConnector.get_kv_connector_stats
 
@@ -185,7 +173,8 @@ async def test_children_of_a_multi_connector_count_their_own(
         return taken
 
     monkeypatch.setattr(MultiConnector, "get_kv_connector_stats", noted)
-    async with AsyncEngine.from_loaded(config, deep_model()) as engine:
+    children = (child("a"), child("b", min_free_bytes=1 << 62))
+    async with multi_engine(deep_model(), *children) as engine:
         await ask(engine, PROMPT, 1)
         while sum("writes_" in name or "_written" in name for one in seen for name in one) < 2:
             await a_step(engine)

@@ -13,6 +13,7 @@ from typing import Any, Literal
 import pytest
 from deep_model import deep_model
 from host_memory import StrictMemory, registering_in
+from multi_kit import multi_engine
 from pipeline_files_kit import (
     PROMPT,
     a_step,
@@ -26,7 +27,7 @@ from pipeline_files_kit import (
 from pipeline_kit import BLOCK_SIZE, RECORD_BYTES, ask, forget_on_device, some_tokens
 from slab_kit import flip
 
-from interlace import AsyncEngine, EngineConfig, KVTransferConfig
+from interlace import AsyncEngine
 from interlace.connectors.pipeline import worker_maps
 from interlace.connectors.pipeline.sched_files import FileTier
 from interlace.connectors.slab_store import slab as slabs
@@ -239,20 +240,9 @@ async def below_multi(folder: Path, load_mode: str, depth: int) -> AsyncIterator
         return {"kv_connector": "PipelineConnector", "kv_connector_extra_config": extra}
 
     store = {"store": "file", "path": str(folder), "min_free_bytes": 0, "slab_bytes": 1 << 16}
-    config = EngineConfig(
-        block_size=BLOCK_SIZE,
-        num_gpu_blocks_override=61,
-        skip_tokenizer_init=True,
-        max_inflight_steps=depth,
-        max_num_batched_tokens=32,
-        kv_transfer_config=KVTransferConfig(
-            kv_connector="MultiConnector",
-            kv_role="kv_both",
-            kv_load_failure_policy="recompute",
-            kv_connector_extra_config={"connectors": [child(), child(**store)]},
-        ),
-    )
-    async with AsyncEngine.from_loaded(config, deep_model()) as engine:
+    engine_options = {"max_inflight_steps": depth, "max_num_batched_tokens": 32}
+    children = (child(), child(**store))
+    async with multi_engine(deep_model(), *children, **engine_options) as engine:
         yield engine
 
 

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from deep_model import deep_model
 from engine_kit import until
+from multi_kit import multi_engine
+from pipeline_files_kit import engine_of
 from pipeline_kit import (
     NUM_LAYERS,
     RECORD_BYTES,
@@ -20,7 +22,7 @@ from pipeline_kit import (
     some_tokens,
 )
 
-from interlace import AsyncEngine, EngineConfig, KVTransferConfig
+from interlace import AsyncEngine
 from interlace.engine.transfer_picture import ConnectorPicture, TransferPicture, pictures_of
 from interlace.layers.page_copies import Runs
 
@@ -160,22 +162,7 @@ async def test_a_save_that_goes_on_and_one_that_fails(monkeypatch: pytest.Monkey
 
 
 async def test_files_are_a_tier_of_their_own(tmp_path: Path) -> None:
-    config = EngineConfig(
-        block_size=4,
-        num_gpu_blocks_override=61,
-        skip_tokenizer_init=True,
-        kv_transfer_config=KVTransferConfig(
-            kv_connector="PipelineConnector",
-            kv_role="kv_both",
-            kv_connector_extra_config={
-                "store": "file",
-                "path": str(tmp_path),
-                "host_bytes": 400 * RECORD_BYTES,
-                "load_mode": "bulk",
-            },
-        ),
-    )
-    async with AsyncEngine.from_loaded(config, MODEL) as engine:
+    async with engine_of(tmp_path, MODEL, num_records=400) as engine:
         await ask(engine, PROMPT, 1)
         for number in range(200):  # what is written is told with a later step
             if shown(engine).tiers[1].num_stored >= 5:
@@ -193,17 +180,7 @@ async def test_children_go_by_their_keys(tmp_path: Path) -> None:
             "kv_connector_extra_config": {"shared_storage_path": str(tmp_path)},
         },
     ]
-    config = EngineConfig(
-        block_size=4,
-        num_gpu_blocks_override=61,
-        skip_tokenizer_init=True,
-        kv_transfer_config=KVTransferConfig(
-            kv_connector="MultiConnector",
-            kv_role="kv_both",
-            kv_connector_extra_config={"connectors": children},
-        ),
-    )
-    async with AsyncEngine.from_loaded(config, MODEL) as engine:
+    async with multi_engine(MODEL, *children) as engine:
         await ask(engine, PROMPT, 1)
         one = shown(engine)
         assert one.name == "0:PipelineConnector"

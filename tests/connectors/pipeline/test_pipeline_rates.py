@@ -87,6 +87,17 @@ class TestStepTimes:
         times.add([StepSample(64, 0, 0.010)])
         assert times.seconds(640, 0) == pytest.approx(0.100)
 
+    @pytest.mark.parametrize("noise", [0.9, 1.0, 1.1])
+    def test_what_is_larger_than_all_that_was_seen_takes_longer(self, noise: float) -> None:
+        """Steps of about one size, where the shorter one took as long: a constant fits best."""
+        times = StepTimes()
+        times.add([StepSample(1900, 0, 0.1), StepSample(2000, 0, 0.1 * noise)])
+        whole, rest = times.seconds(8000, 0), times.seconds(64, 7936)
+        assert whole is not None
+        assert rest is not None
+        assert whole >= 0.39 * noise
+        assert whole > 3 * rest
+
     def test_no_price_is_negative(self) -> None:
         # Larger steps take no longer: alone by least squares a token's price would be below zero.
         prices = fit_prices([StepSample(1, 0, 2.0), StepSample(1000, 0, 1.0)])

@@ -21,7 +21,7 @@ from lanes_kit import (
 
 from interlace.connectors.pipeline import worker_feeder
 from interlace.connectors.pipeline.layer_pipeline import PipelinedLoad, Visit
-from interlace.connectors.pipeline.worker_feeder import VISIT_S
+from interlace.connectors.pipeline.worker_feeder import FORWARD_VISIT_S, VISIT_S
 from interlace.connectors.pipeline.worker_times import ClockStopwatch
 from interlace.engine.errors import ConfigError, ConnectorError, LaneClosedError
 from interlace.layers.lanes import ThreadLanes
@@ -264,6 +264,22 @@ def test_while_somebody_waits_slices_are_fed_for_a_moment_at_a_time() -> None:
         kit.pipeline.advance()
     assert kit.is_saved([(0, 1, 8), (12, 12, 8)])
     assert not kit.pipeline.advance()
+
+
+@pytest.mark.parametrize(("is_stream", "num_fed"), [(True, 2), (False, 4)])
+def test_a_forward_that_is_to_be_launched_waits_for_feeding_a_moment(
+    is_stream: bool, num_fed: int
+) -> None:
+    ticks = itertools.count()
+    lanes = VirtualLanes(0, "lazy", polls_per_work=1_000_000)
+    clock = lambda: 0.9 * FORWARD_VISIT_S * next(ticks)  # noqa: E731
+    kit = LanesKit(lanes, window_bytes=8 * PAGE_BYTES, clock=clock)
+    kit.pipeline._bulk._is_stream = is_stream
+    load = kit.pipeline.submit_bulk([(0, 1, 8)], begins_now=False)
+    kit.pipeline.poll(Visit.BEFORE_FORWARD)
+    assert load.num_fed == num_fed
+    kit.pipeline.poll(Visit.BEHIND_FORWARD)
+    assert load.num_fed == 4, "the window"
 
 
 def test_what_was_kept_back_by_a_load_within_a_step_is_fed_behind_the_next_forward() -> None:

@@ -14,14 +14,17 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from interlace.connectors.pipeline import layer_pipeline
+from interlace.connectors.pipeline.layer_groups import LayerGroups
 from interlace.connectors.pipeline.layer_pipeline import (
     LaneCopies,
     LayerPipeline,
+    Pace,
     PipelinedLoad,
     PipelineGates,
 )
 from interlace.connectors.pipeline.worker_feeder import FedTransfer
 from interlace.engine.errors import ConnectorError
+from interlace.engine.ports import LateLayerGates
 from interlace.engine.step_timings import StepTiming, Timings, TransferTiming
 from interlace.layers.cuda_lanes import CudaLanes
 from interlace.layers.kv_hooks import LayerHooks
@@ -142,13 +145,13 @@ class Kit:
 class Graph:
     """Ops that were captured, and are queued again by each replay."""
 
-    def __init__(self, kit: Kit) -> None:
+    def __init__(self, kit: Kit, layers: range = range(NUM_LAYERS)) -> None:
         self._device = kit.device
         stream = FakeStream()
         gates = kit.pipeline.layer_gates
         assert gates is not None
         with kit.device.on(stream):
-            for layer in range(NUM_LAYERS):
+            for layer in layers:
                 gates.wait_here(layer)
                 kit.read(layer)
         self.ops = tuple(stream.ops)
@@ -182,11 +185,11 @@ def one_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
 @settings(
     max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
-@given(seed=seeds, by_layer=st.booleans())
-def test_an_eager_step_reads_what_was_loaded(seed: int, by_layer: bool) -> None:
+@given(seed=seeds, pace=st.sampled_from(Pace))
+def test_an_eager_step_reads_what_was_loaded(seed: int, pace: Pace) -> None:
     kit = Kit(seed)
     kit.poison(range(1, NUM_BLOCKS))  # an earlier step, not computed yet
-    load = kit.pipeline.submit_load([RUNS, OTHER], 7, by_layer=by_layer)
+    load = kit.pipeline.submit_load([RUNS, OTHER], 7, pace=pace)
     kit.step()
     kit.device.drain()
     assert kit.saw_all(RUNS + OTHER)
@@ -221,7 +224,7 @@ def test_a_load_is_one_work_in_which_each_gate_follows_its_group() -> None:
 @pytest.mark.usefixtures("one_ahead")
 def test_a_load_by_layer_is_submitted_as_its_step_comes_along() -> None:
     kit = Kit()
-    load = kit.pipeline.submit_load([RUNS], 7, by_layer=True)
+    load = kit.pipeline.submit_load([RUNS], 7, pace=Pace.BY_LAYER)
     assert len(load.gates) == 1
     kit.device.drain()
     assert not is_done(load), "the rest is to come"
@@ -244,7 +247,7 @@ def test_so_many_bytes_are_submitted_first(
 ) -> None:
     layer_bytes = sum(count for *_, count in RUNS) * PAGE_BYTES
     monkeypatch.setattr(layer_pipeline, "FIRST_BYTES", num_layers * layer_bytes - 1)
-    load = Kit().pipeline.submit_load([RUNS], 7, by_layer=True)
+    load = Kit().pipeline.submit_load([RUNS], 7, pace=Pace.BY_LAYER)
     assert load.stats.num_bytes >= num_layers * layer_bytes
     assert load.stats.num_bytes <= (num_layers + 1) * layer_bytes, "a group has two layers"
 
@@ -256,7 +259,7 @@ def test_more_is_submitted_ahead_once_the_first_layer_is_launched(
     monkeypatch.setattr(layer_pipeline, "FIRST_BYTES", 1)
     monkeypatch.setattr(layer_pipeline, "AHEAD_BYTES", 3 * layer_bytes)
     kit = Kit()
-    load = kit.pipeline.submit_load([RUNS], 7, by_layer=True)
+    load = kit.pipeline.submit_load([RUNS], 7, pace=Pace.BY_LAYER)
     submitted = []
     for layer in range(3):
         kit.pipeline.wait(layer)
@@ -269,7 +272,7 @@ def test_more_is_submitted_ahead_once_the_first_layer_is_launched(
 def test_what_is_refused_later_fails_in_the_same_step(refused: int) -> None:
     kit = Kit()
     kit.copies.refused_layer = refused
-    load = kit.pipeline.submit_load([RUNS], 7, by_layer=True)
+    load = kit.pipeline.submit_load([RUNS], 7, pace=Pace.BY_LAYER)
     for layer in range(3):
         kit.pipeline.wait(layer)
     kit.pipeline.finish_step()
@@ -281,7 +284,7 @@ def test_what_is_refused_later_fails_in_the_same_step(refused: int) -> None:
 @pytest.mark.usefixtures("one_ahead")
 def test_of_a_load_that_was_given_up_nothing_more_is_submitted() -> None:
     kit = Kit()
-    load = kit.pipeline.submit_load([RUNS], 7, by_layer=True)
+    load = kit.pipeline.submit_load([RUNS], 7, pace=Pace.BY_LAYER)
     assert load.give_up(ConnectorError("too late"), 1.0)
     submitted = len(load.gates)
     kit.pipeline.wait(1)
@@ -351,6 +354,84 @@ def test_a_graph_waits_for_each_steps_own_copies(seed: int) -> None:
             kit.device.drain()
             assert kit.saw_all(runs)
     kit.device.drain()
+
+
+@pytest.mark.usefixtures("one_ahead")
+@settings(
+    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(seed=seeds)
+def test_a_graph_in_two_parts_waits_for_each_steps_own_copies(seed: int) -> None:
+    """The second part is launched while the first one runs, or has run, and so may the next step's
+    gates be armed."""
+    kit = Kit(seed)
+    gates = kit.pipeline.layer_gates
+    assert isinstance(gates, LateLayerGates)
+    cut = gates.num_first_layers
+    assert cut == 1, "of four"
+    first, rest = Graph(kit, range(cut)), Graph(kit, range(cut, NUM_LAYERS))
+    for step_id in range(1, 5):
+        kit.poison(range(1, NUM_BLOCKS))
+        runs: list[Run] = [(step_id, 3 + step_id, 4)]
+        kit.device.run_some(10)
+        load = kit.pipeline.submit_load([runs], step_id, pace=Pace.IN_TWO)
+        assert len(load.gates) == 1
+        assert gates.are_first_armed(step_id)
+        assert not gates.are_armed(step_id)
+        first.replay()
+        kit.device.run_some(10)
+        assert not is_done(load), "the rest is to come"
+        gates.arm_rest(step_id - 1)
+        assert not gates.are_armed(step_id), "that was another step"
+        gates.arm_rest(step_id)
+        assert gates.are_armed(step_id)
+        rest.replay()
+        kit.pipeline.finish_step()
+        kit.device.run_some(30)
+        if step_id % 2:
+            kit.device.drain()
+            assert is_done(load)
+            assert kit.saw_all(runs)
+
+
+@pytest.mark.usefixtures("one_ahead")
+def test_a_step_whose_graph_is_left_out_gets_the_rest_by_its_hooks() -> None:
+    kit = Kit()
+    kit.poison(range(1, NUM_BLOCKS))
+    load = kit.pipeline.submit_load([RUNS], 1, pace=Pace.IN_TWO)
+    kit.step()
+    assert len(load.gates) == len(FIRST_OF_GROUPS)
+    kit.device.drain()
+    assert kit.saw_all(RUNS)
+
+
+@pytest.mark.usefixtures("one_ahead")
+def test_what_is_refused_in_the_second_part_is_not_armed_before_it_is_known() -> None:
+    kit = Kit()
+    kit.copies.refused_layer = 2
+    load = kit.pipeline.submit_load([RUNS], 1, pace=Pace.IN_TWO)
+    gates = kit.pipeline.layer_gates
+    assert isinstance(gates, LateLayerGates)
+    assert load.errors == [None]
+    gates.arm_rest(1)
+    assert str(load.errors[0]) == "CUDA refuses"
+    assert gates.are_armed(1), "the step goes on, and its blocks are bad"
+    closed = Kit()
+    load = closed.pipeline.submit_load([RUNS], 1, pace=Pace.IN_TWO)
+    closed.pipeline._lane.close()
+    late = closed.pipeline.layer_gates
+    assert isinstance(late, LateLayerGates)
+    late.arm_rest(1)
+    assert load.errors[0] is not None
+    assert not late.are_armed(1)
+
+
+@pytest.mark.parametrize(("num_layers", "cut"), [(1, 1), (2, 1), (4, 1), (16, 2), (28, 4), (32, 4)])
+def test_the_first_layers_are_few_and_whole_groups(num_layers: int, cut: int) -> None:
+    groups = LayerGroups(num_layers, 2)
+    gates = PipelineGates([], groups, lambda step_id: None)
+    assert gates.num_first_layers == cut
+    assert groups.ranges[gates.num_first_groups - 1].stop == cut
 
 
 def test_a_replay_without_its_own_load_is_not_armed() -> None:
@@ -522,11 +603,11 @@ def check_waits(step: StepTiming, pieces: Sequence[TransferTiming]) -> None:
 
 
 @settings(max_examples=40, deadline=None)
-@given(seed=seeds, by_layer=st.booleans())
-def test_a_recorded_step_tells_of_each_group_and_each_wait(seed: int, by_layer: bool) -> None:
+@given(seed=seeds, pace=st.sampled_from(Pace))
+def test_a_recorded_step_tells_of_each_group_and_each_wait(seed: int, pace: Pace) -> None:
     kit = Recorded(seed)
     timer = kit.timer(7)
-    kit.pipeline.submit_load([RUNS, OTHER], 7, by_layer=by_layer, request_ids=["a", "b"])
+    kit.pipeline.submit_load([RUNS, OTHER], 7, pace=pace, request_ids=["a", "b"])
     kit.compute(timer.around(kit.waits()))
     timer.end()
     kit.pipeline.submit_rest()

@@ -138,7 +138,7 @@ def test_many_slabs_need_few_open_files(folder: Path, catalog: Catalog) -> None:
     catalog.look()
     assert found(catalog, range(20)) == [*range(20)]
     assert len(os.listdir("/proc/self/fd")) == before  # noqa: PTH208
-    catalog.use([block_hash(3)])
+    catalog.use_slabs([place_of(catalog, 3).slab])
     catalog.look()
     assert found(catalog, range(20)) == [*range(20)]
 
@@ -544,7 +544,7 @@ def test_used_slabs_are_touched_at_the_next_look(folder: Path, catalog: Catalog)
     catalog.look()
     for path in (used, other):
         os.utime(path, (1, 1))
-    catalog.use([block_hash(1), block_hash(9)])
+    catalog.use_slabs([place_of(catalog, 1).slab])
     assert used.stat().st_mtime == 1, "questions touch no file"
     catalog.look()
     assert used.stat().st_mtime > 1
@@ -555,12 +555,27 @@ def test_use_waits_for_nobody(folder: Path, catalog: Catalog) -> None:
     """It is for the event loop too, and what is added may be much."""
     write_slab(folder, [1])
     catalog.look()
+    slab = place_of(catalog, 1).slab
     with catalog._lock:
-        thread = threading.Thread(target=lambda: catalog.use([block_hash(1)]))
+        thread = threading.Thread(target=lambda: catalog.use_slabs([slab]))
         thread.start()
         thread.join(20.0)
         assert not thread.is_alive()
     assert catalog._used
+
+
+def test_what_is_used_of_a_slab_that_has_gone_is_not_written_down(
+    folder: Path, catalog: Catalog
+) -> None:
+    """Who uses it found it before."""
+    path = write_slab(folder, [1])
+    catalog.look()
+    slab = place_of(catalog, 1).slab
+    path.unlink()
+    catalog.look()
+    catalog.use_slabs([slab])
+    assert not catalog._used
+    catalog.look()
 
 
 def test_after_the_end_nothing_is_found(folder: Path) -> None:
@@ -568,7 +583,7 @@ def test_after_the_end_nothing_is_found(folder: Path) -> None:
     write_slab(folder, [1])
     catalog.look()
     place = place_of(catalog, 1)
-    catalog.use([block_hash(1)])
+    catalog.use_slabs([place.slab])
     catalog.close()
     catalog.close()
     assert len(catalog) == 0
@@ -642,6 +657,6 @@ def test_b69_a_look_at_100000_records_reads_each_entry_once(
     hashes = [block_hash(number) for number in range(2000)]
     assert catalog.num_stored(hashes) == 2000
     assert all(one in catalog and catalog.find(one) for one in hashes)
-    catalog.use(hashes)
+    catalog.use_slabs({place_of(catalog, number).slab for number in range(2000)})
     assert not calls
     catalog.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from slab_kit import PATIENCE_S, SPACE, WritingKit, block_hash, record
@@ -190,6 +191,40 @@ def test_a_store_that_cannot_be_looked_at_is_told_and_asked_again(
     assert "cannot be looked at: not for you" in caplog.text
     one.asking.drain()
     assert one.ask(0) == 1
+
+
+def test_a_look_that_a_question_begins_comes_a_moment_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But for the first one: that is waited for. And the end waits for no moment."""
+    lanes = VirtualLanes(0, "lazy", polls_per_work=1_000_000)
+    catalog = Catalog(tmp_path, SPACE)
+    waits: list[float] = []
+    looks: list[int] = []
+    monkeypatch.setattr(catalog, "look", lambda: looks.append(len(waits)))
+    stored = StoredBlocks(catalog, lanes.lane("look"), refresh_s=0.0, delay_s=0.25)
+
+    def wait(seconds: float) -> bool:
+        waits.append(seconds)
+        return len(waits) > 2
+
+    monkeypatch.setattr(stored, "_end", SimpleNamespace(wait=wait, set=lambda: None))
+    for _ in range(3):
+        lanes.drain()
+        stored.refresh()
+    lanes.drain()
+    assert waits == [0.0, 0.25, 0.25, 0.25]
+    assert looks == [1, 2], "then it was to end"
+
+
+def test_the_end_does_not_wait_for_the_next_look(tmp_path: Path) -> None:
+    stored = StoredBlocks(
+        Catalog(tmp_path, SPACE), ThreadLanes().lane("look"), refresh_s=0.0, delay_s=3600.0
+    )
+    assert stored.wait_for_look(20.0)
+    stored.refresh()
+    assert stored.is_looking
+    assert stored.close(20.0)
 
 
 def test_the_end(tmp_path: Path) -> None:

@@ -1,0 +1,46 @@
+"""Warnings stand above a line that is being typed, which stays as it is."""
+
+from __future__ import annotations
+
+import pytest
+from vt_screen import VtScreen
+
+from interlace.cli.above_prompt import above, rows_of
+from interlace.cli.screen import PROMPT
+
+
+def at_a_prompt(typed: str, *, rows_before: int) -> VtScreen:
+    screen = VtScreen()
+    screen.feed("".join(f"line {n}\r\n" for n in range(rows_before)) + PROMPT + typed)
+    return screen
+
+
+@pytest.mark.parametrize("rows_before", [0, 3, 22, 23, 40])
+@pytest.mark.parametrize("typed", ["", "what is", "x" * 100])
+def test_a_warning_stands_above_what_is_typed(rows_before: int, typed: str) -> None:
+    screen = at_a_prompt(typed, rows_before=rows_before)
+    cells = len(PROMPT + typed)
+    for text in ("one", "two\n" + "w" * 100):
+        screen.feed(above(rows_of(text, 80), cells, 80))
+    screen.feed("!")
+    lines = screen.text.splitlines()
+    shown = PROMPT + typed + "!"
+    own = [shown[i : i + 80].rstrip() for i in range(0, len(shown), 80)]
+    assert lines[-len(own) :] == own
+    assert lines[: -len(own)][-4:] == ["one", "two", "w" * 80, "w" * 20]
+    before = [line for line in lines if line.startswith("line")]
+    assert before == [f"line {n}" for n in range(rows_before)][rows_before - len(before) :]
+
+
+def test_the_cursor_stays_in_the_midst_of_what_is_typed() -> None:
+    screen = at_a_prompt("hello world", rows_before=23)
+    screen.feed("\b" * 5)
+    screen.feed(above(["careful"], len("> hello world"), 80))
+    assert screen.text.splitlines()[-2:] == ["careful", "> hello world"]
+    assert (screen.x, screen.y) == (8, 23)
+
+
+def test_rows() -> None:
+    assert rows_of("a\tb\n\nc", 80) == ["a       b", "", "c"]
+    assert rows_of("abcdef", 4) == ["abcd", "ef"]
+    assert rows_of("a\u6f22\u5b57", 4) == ["a\u6f22", "\u5b57"], "two cells each"
