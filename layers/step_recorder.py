@@ -250,9 +250,7 @@ class StepRecorder:
             if not (self.moments.has_passed(piece.end) and self.moments.has_passed(piece.begin)):
                 self._pieces.append(piece)
                 continue
-            told = self._tell(piece)
-            self.moments.release(piece.begin)
-            self.moments.release(piece.end)
+            told = self._tell(piece)  # its marks may be those of another piece too: none is reused
             found += [] if told is None else [told]
         return tuple(found)
 

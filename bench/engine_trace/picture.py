@@ -48,7 +48,7 @@ def draw_picture(trace: EngineTrace, kind: Kind, step_id: int | None = None) -> 
         window.end_ns,
         colour,
         [(what, *FIRST_TITLE), (f"{where}; {figures}", *SECOND_TITLE)],
-        _LEGEND,
+        _LEGEND if len(marks) == 1 else f"{_LEGEND}; dotted: a step begins, with its number",
         marks if len(marks) > 1 else (),
     )
     return draw(drawing, kind)

@@ -15,6 +15,7 @@ from deep_model import deep_model as make_deep_model
 from pipeline_kit import (
     BLOCK_SIZE,
     NUM_LAYERS,
+    PATIENCE_S,
     RECORD_BYTES,
     Rig,
     an_engine,
@@ -145,6 +146,16 @@ async def test_recording_changes_no_answer_and_ends_when_the_last_one_leaves(
     assert not [event for event in after if isinstance(event, TIMED)]
 
 
+def until_computing_waits_for(rig: Rig, group: int) -> None:
+    end_s = time.monotonic() + PATIENCE_S
+    while True:
+        load = rig.opened.newest_load
+        if load is not None and group in load.groups_passed:
+            return
+        assert time.monotonic() < end_s, "computing never comes to it"
+        time.sleep(0.001)
+
+
 async def test_a_load_that_is_held_up_is_waited_for_at_its_gate(
     deep_model: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -153,7 +164,8 @@ async def test_a_load_that_is_held_up_is_waited_for_at_its_gate(
 
     def late(lane: str, layer: int, runs: Runs) -> None:
         if lane == "load" and layer == 1:
-            time.sleep(0.05)
+            until_computing_waits_for(rig, 1)
+            time.sleep(0.03)
 
     rig.before = late
     async with (
@@ -167,8 +179,7 @@ async def test_a_load_that_is_held_up_is_waited_for_at_its_gate(
     timing = next(step.timing for step in trace.steps if step.step_id == step_id)
     assert timing is not None
     waits = {layer.layer: layer.waited_s for layer in timing.layers}
-    assert max(waits, key=lambda layer: waits[layer]) == 1
-    assert waits[1] > 0.03
+    assert waits[1] >= 0.03
 
 
 async def test_a_load_that_fails_is_told_of(
