@@ -198,7 +198,7 @@ class LiveFeed:
     async def _show(self) -> None:
         """While anybody looks."""
         clock, tick_s = self._clock, self._frame_s / TICKS_OF_FRAME
-        meter = RateMeter(clock.monotonic())
+        meter = RateMeter(clock.monotonic(), self._engine.snapshot().num_inflight_steps)
         with contextlib.closing(self._engine.events(MOST_EVENTS)) as events:
             num_ticks = 0
             while self._viewers:

@@ -31,9 +31,12 @@ _MOST = 4096
 class RateMeter:
     """Follows the events of one engine from some moment on. Times are the engine's clock's."""
 
-    def __init__(self, now_s: float) -> None:
-        """Nothing has happened by then."""
+    def __init__(self, now_s: float, num_under_way: int = 0) -> None:
+        """Nothing has happened by then, but that so many steps are under way. They end first."""
         self._began_s = now_s
+        self._num_unseen = num_under_way
+        """Steps under way whose begin nobody saw."""
+        self._unseen_until_s = now_s
         self._queued_s: dict[str, float] = {}
         self._first_tokens: deque[float] = deque(maxlen=_NEWEST)
         self._launched_s: dict[int, float] = {}  # of steps that compute
@@ -68,6 +71,10 @@ class RateMeter:
     def _end_step(self, event: StepDone) -> None:
         launched_s = self._launched_s.pop(event.step_id, None)
         num_tokens = self._num_tokens.pop(event.step_id, 0)
+        if self._num_unseen:
+            self._num_unseen -= 1
+            self._last_done_s = self._unseen_until_s = event.time_s
+            return
         if launched_s is None:
             return
         # One that was launched behind another has begun when that one had ended.
@@ -92,7 +99,10 @@ class RateMeter:
         steps = list(self._steps)
         times = [seconds for _, seconds, _, _ in steps]
         busy_s = sum(min(seconds, end_s - begin_s) for end_s, seconds, _, _ in steps)
-        if self._launched_s:  # one is under way
+        busy_s += max(0.0, self._unseen_until_s - max(begin_s, self._began_s))
+        if self._num_unseen:
+            busy_s += now_s - max(begin_s, self._last_done_s)
+        elif self._launched_s:  # one is under way
             busy_s += now_s - max(begin_s, self._last_done_s, min(self._launched_s.values()))
         per_s = 1 / window_s if window_s > 0 else 0.0
         firsts = self._first_tokens

@@ -1,8 +1,8 @@
 """`--live`: the viewer beside the command that it watches, in a process of its own.
 
 A benchmark prints only when it has ended, so the viewer has the terminal until then. A chat needs
-its terminal: under tmux the viewer gets a pane of its own, elsewhere a remark says what to type in
-another terminal.
+its terminal: under tmux the viewer gets a pane of its own, beside or below, and elsewhere a remark
+says what to type in another terminal.
 """
 
 from __future__ import annotations
@@ -22,6 +22,10 @@ from interlace.engine.ports import Progress
 
 _END_S = 5.0
 _TMUX_S = 5.0
+_WIDE = 100
+"""Columns that are enough for a chat and a viewer beside each other."""
+_BELOW = "60%"
+"""Of the rows, for a viewer below a chat: 24 rows are enough for layers and lanes."""
 _PASSED_ON = ("PYTHONPATH", "XDG_RUNTIME_DIR", "TMPDIR", "LANG", "LC_ALL", "NO_COLOR")
 _RESTORED = "\x1b[?1049l\x1b[?25h"
 """The terminal's own screen, with its cursor: for a viewer that was killed."""
@@ -74,13 +78,31 @@ def _end(viewer: subprocess.Popen[bytes]) -> None:
 def pane_beside() -> str:
     """Where the viewer of this process is, or how to get one: a remark for people. Blocking."""
     if os.environ.get("TMUX") and shutil.which("tmux") is not None:
+        is_wide = _width_of_pane() >= _WIDE
         # A pane has the environment of tmux itself, and not that of this process.
         known = (f"{name}={os.environ[name]}" for name in _PASSED_ON if name in os.environ)
         passed_on = [word for one in known for word in ("-e", one)]
         command = shlex.join(viewer_command(os.getpid()))
-        split = ["tmux", "split-window", "-d", "-h", *passed_on, command]
-        with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-            done = subprocess.run(split, capture_output=True, timeout=_TMUX_S, check=False)
-            if done.returncode == 0:
-                return "The live view is in the pane beside; it ends with the chat."
+        where = ["-h"] if is_wide else ["-v", "-l", _BELOW]
+        if _tmux("split-window", "-d", *where, *passed_on, command) is not None:
+            place = "beside" if is_wide else "below"
+            return f"The live view is in the pane {place}; it ends with the chat."
     return f"Live view: type `interlace top {os.getpid()}` in another terminal."
+
+
+def _width_of_pane() -> int:
+    """Columns of the pane that this process is in; 0 if that is not told."""
+    pane = os.environ.get("TMUX_PANE")
+    told = _tmux("display-message", "-p", *(["-t", pane] if pane else []), "#{pane_width}")
+    return int(told) if told is not None and told.strip().isdecimal() else 0
+
+
+def _tmux(*words: str) -> str | None:
+    """What it prints; None if it cannot do that."""
+    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+        done = subprocess.run(
+            ["tmux", *words], capture_output=True, text=True, timeout=_TMUX_S, check=False
+        )
+        if done.returncode == 0:
+            return done.stdout
+    return None

@@ -82,14 +82,25 @@ def line(*parts: str | tuple[str, str]) -> Text:
     return Text.assemble(*parts, no_wrap=True, overflow="crop", end="")
 
 
-def title(words: str, width: int, signs: Signs, said: str = "") -> Text:
-    """ "-- words -- said ----"."""
+def title(words: str, width: int, signs: Signs, *said: str) -> Text:
+    """ "-- words -- said ----". Of several ways to say it the first that fits, or none."""
     head = f"{signs.rule * 2} {words} "
-    tail = f" {said} " if said else ""
-    rest = width - cell_len(head) - cell_len(tail) - 2
-    if rest < 0:
-        return line((fitted(head, min(width, cell_len(head))), "bold"), fitted(tail, max(0, rest)))
-    return line((head, "bold"), (signs.rule * rest, "dim"), tail, (signs.rule * 2, "dim"))
+    for tail in (*(f" {one} " for one in said if one), ""):
+        rest = width - cell_len(head) - cell_len(tail) - 2
+        if rest >= 0:
+            return line((head, "bold"), (signs.rule * rest, "dim"), tail, (signs.rule * 2, "dim"))
+    return line((fitted(head, width), "bold"))
+
+
+def fitting(pieces: Iterable[str], width: int, between: str = ", ") -> str:
+    """As many of the pieces as fit, whole ones, from the first on."""
+    said = ""
+    for piece in pieces:
+        longer = f"{said}{between}{piece}" if said else piece
+        if cell_len(longer) > width:
+            break
+        said = longer
+    return said
 
 
 def bar(share: float | None, width: int, signs: Signs, style: str) -> list[tuple[str, str]]:

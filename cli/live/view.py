@@ -9,7 +9,7 @@ wide; what does not fit is left out from the end of the least important part.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from rich.console import Group, RenderableType
 from rich.text import Text
@@ -24,6 +24,7 @@ from interlace.cli.live.lines import (
     beside,
     crop,
     fitted,
+    fitting,
     line,
     plain,
     title,
@@ -36,11 +37,26 @@ from interlace.layers.hardware.fact import Unknown
 
 WIDE = 120
 """Columns from which on there are two parts beside each other."""
+_ROOMY = 60
+"""Columns from which on the last line tells how often it is drawn."""
 _FULL_GRID = 34
 """Lines from which on layers are numbered, and states explained."""
 _LABEL = 9
 _KEYS = "q quit  p pause  + faster  - slower  n next page  s save"
-_FEW_KEYS = "q quit  p pause  +/- speed  n page  s save"
+_FEW_KEYS = ("q quit", "p pause", "+/- speed", "n page", "s save")
+_COLUMNS = (
+    ("state", 9),
+    ("prompt", 8),
+    ("local", 7),
+    ("loaded", 7),
+    ("new", 7),
+    ("answer", 7),
+    ("blocks", 7),
+)
+"""Of requests, with their widths."""
+_LEFT_OUT_FIRST = ("blocks", "new", "local", "answer", "loaded", "prompt")
+"""Where columns are too many."""
+_LEAST_ID = 8
 _STATE_ORDER = ("failed", "computed", "saved", "arrived", "copying", "reading", "waiting")
 
 
@@ -91,17 +107,15 @@ class _View:
             state, style = "PAUSED", "bold yellow"
         elif not (self._frame.num_running or self._frame.num_waiting):
             state, style = "idle", "dim"
-        said = f"{engine.model}  {engine.device} {engine.dtype}"
-        if engine.kv_connector is not None:
-            said += f"  {engine.kv_connector}"
         name = f"interlace {engine.pid} "
-        rest = width - len(name) - len(state) - 1
-        first = line(
-            (name, "bold"), fitted(plain(said, self._signs), max(0, rest)), " ", (state, style)
-        )
+        rest = max(0, width - len(name) - len(state) - 1)
+        facts = [engine.model, f"{engine.device} {engine.dtype}", engine.kv_connector or ""]
+        pieces = [plain(one, self._signs) for one in facts if one]
+        said = fitting(pieces, rest, "  ") or pieces[0]  # better a part of its name than nothing
+        first = line((name, "bold"), fitted(said, rest), " ", (state, style))
         if shown.gone is not None or self._snapshot.dead is not None:
             why = plain(shown.gone or self._snapshot.dead or "", self._signs)
-            return [first, line((fitted(why, width), "red")), *self._rates(width)[1:]]
+            return [first, line((fitted(why, width), "red")), *self._rates(width)[:1]]
         return [first, *self._rates(width)]
 
     def _rates(self, width: int) -> list[Text]:
@@ -109,11 +123,8 @@ class _View:
         pieces = (
             f"{units.rate(rates.generated_per_s)} tokens/s",
             f"{units.rate(rates.computed_per_s)} computed/s",
-            f"step {units.seconds(rates.step_s)} (longest {units.seconds(rates.longest_step_s)})",
-            (
-                f"first token {units.seconds(rates.first_token_s)}"
-                f" (newest {units.seconds(rates.newest_first_token_s)})"
-            ),
+            _and_one("step", rates.step_s, "longest", rates.longest_step_s),
+            _and_one("first token", rates.first_token_s, "newest", rates.newest_first_token_s),
             f"loop lag {units.seconds(rates.loop_lag_s)}",
             f"{units.rate(rates.steps_per_s)} steps/s",
         )
@@ -123,14 +134,15 @@ class _View:
     def foot(self, width: int) -> Text:
         """What keys do, or what became of one."""
         shown = self._shown
-        page = f"{self._page} {self._page_number + 1}/{self._num_pages}"
-        right = f"{page}  every {units.seconds(shown.every_s)}"
+        right = f"{self._page} {self._page_number + 1}/{self._num_pages}"
+        if width >= _ROOMY:
+            right += f"  every {units.seconds(shown.every_s)}"
         if shown.num_lost:
             right = f"{units.count(shown.num_lost)} frames lost  {right}"
         left = plain(shown.note, self._signs) if shown.note else _KEYS
         room = width - len(right) - 1
         if room < len(_KEYS) and not shown.note:
-            left = _FEW_KEYS
+            left = fitting(_FEW_KEYS, room, "  ")
         return line((fitted(left, max(0, room)), "bold" if shown.note else "dim"), " ", right)
 
     # ---------------------------------------------------------------- pages
@@ -162,8 +174,8 @@ class _View:
     def _layers(self, width: int, height: int) -> list[Text]:
         signs, connector = self._signs, self._connector
         if connector is None:
-            said = "no KV connector, so nothing is loaded or saved"
-            return [title("layers", width, signs, said)]
+            said = "no KV connector"
+            return [title("layers", width, signs, f"{said}, so nothing is loaded or saved", said)]
         name = "" if len(self._snapshot.connectors) == 1 else plain(connector.name, signs)
         rows = [title("layers", width, signs, name)]
         if connector.error is not None:
@@ -197,7 +209,7 @@ class _View:
     def _transfer_title(self, one: TransferPicture, width: int) -> Text:
         """How many layers are where, and as much of the rest as fits."""
         counts = Counter[str](one.layers)
-        states = ", ".join(f"{counts[s]} {s}" for s in _STATE_ORDER if counts[s])
+        states = fitting((f"{counts[s]} {s}" for s in _STATE_ORDER if counts[s]), width - 6)
         done = units.size(one.num_bytes_done)
         if one.num_bytes and one.num_bytes_done < one.num_bytes:
             done += f" of {units.size(one.num_bytes)}"
@@ -210,7 +222,7 @@ class _View:
             pieces.append(f"{units.count(one.num_blocks)} block{'s' * (one.num_blocks != 1)}")
         pieces.append(done)
         room = width - 6 - len(states) - 2
-        while len(pieces) > 1 and len(", ".join(pieces)) > room:
+        while pieces and len(", ".join(pieces)) > room:
             del pieces[0]
         numbers = ", ".join(pieces)
         gap = " " * max(2, room + 2 - len(numbers))
@@ -231,28 +243,32 @@ class _View:
         hidden = (
             None if connector is None or connector.load is None else connector.load.hidden_share
         )
-        said = f"link {units.speed(link)}, measured" if link else ""
+        said = [f"link {units.speed(link)}, measured"] if link else []
         if hidden is not None:
-            said += f"{', ' * bool(said)}{units.share(hidden)} of the load hidden"
-        rows = [title("lanes", width, self._signs, said)]
-        room = max(4, width - _LABEL - 42)
+            said.append(f"{units.share(hidden)} of the load hidden")
+        rows = [title("lanes", width, self._signs, ", ".join(said), said[-1] if said else "")]
+        room = self._lane_bar(width)
         if connector is not None and connector.lanes:
             newest = connector.load.gb_per_s if connector.load is not None else None
-            rows.append(self._lane("load", ("load", "bulk"), newest, link, room))
+            rows.append(self._lane("load", ("load", "bulk"), newest, link, width))
         busy = f" {units.share(rates.busy_share):>5} busy"
         rows.append(
             line(f"{'compute':<{_LABEL}}", *bar(rates.busy_share, room, self._signs, "green"), busy)
         )
         if connector is not None and connector.lanes:
             newest = connector.save.gb_per_s if connector.save is not None else None
-            rows.append(self._lane("store", ("store",), newest, link, room))
+            rows.append(self._lane("store", ("store",), newest, link, width))
         return rows
 
+    @staticmethod
+    def _lane_bar(width: int) -> int:
+        return max(4, width - _LABEL - 42)
+
     def _lane(
-        self, name: str, lanes: Sequence[str], newest: float | None, link: float | None, room: int
+        self, name: str, lanes: Sequence[str], newest: float | None, link: float | None, width: int
     ) -> Text:
         """The newest transfer's speed against the link; what flows now; what has flowed."""
-        connector = self._connector
+        connector, room = self._connector, self._lane_bar(width)
         assert connector is not None
         own = [one for one in connector.lanes if one.name in lanes]
         flow = sum(self._shown.flow.get((connector.name, one.name), 0.0) for one in own)
@@ -260,12 +276,17 @@ class _View:
         speed = units.speed(None if newest is None else newest * 1e9)
         total = units.size(sum(one.num_bytes for one in own))
         sign = "*" if any(one.is_busy for one in own) else " "
+        pieces = (
+            f" {units.share(of_link):>5}",
+            f" {speed:>10}",
+            f" {units.speed(flow) + ' now':>13}",
+            f" {total:>9}",
+        )
         return line(
             f"{name:<{_LABEL - 1}}",
             (sign, "yellow"),
             *bar(of_link, room, self._signs, "cyan"),
-            f" {units.share(of_link):>5} {speed:>10}",
-            f" {units.speed(flow) + ' now':>13} {total:>9}",
+            fitting(pieces, width - _LABEL - room, ""),
         )
 
     # ---------------------------------------------------------------- blocks
@@ -274,16 +295,22 @@ class _View:
         found = self._snapshot
         used = found.num_usable_blocks - found.num_free_blocks
         share = used / found.num_usable_blocks if found.num_usable_blocks else None
-        said = (
-            f" {units.count(used)}/{units.count(found.num_usable_blocks)} held,"
-            f" {units.count(found.num_cached_blocks)} cached"
-        )
+        pieces = [
+            f"{units.count(used)}/{units.count(found.num_usable_blocks)} held",
+            f"{units.count(found.num_cached_blocks)} cached",
+        ]
         if found.num_fenced_blocks:
-            said += f", {units.count(found.num_fenced_blocks)} fenced"
+            pieces.append(f"{units.count(found.num_fenced_blocks)} fenced")
         rows = [title("blocks", width, self._signs, f"{found.block_size} tokens each")]
-        small = self._small(width)
-        rows.append(line(f"{'pool':<{_LABEL}}", *bar(share, small, self._signs, "green"), said))
-        return rows
+        return [*rows, self._blocks("pool", share, "green", pieces, width)]
+
+    def _blocks(
+        self, name: str, share: float | None, style: str, pieces: Sequence[str], width: int
+    ) -> Text:
+        """How full it is, and as many of the pieces as fit."""
+        small = min(40, max(4, width - _LABEL - 60))  # beside many words
+        said = fitting(pieces, width - _LABEL - small - 1)
+        return line(f"{name:<{_LABEL}}", *bar(share, small, self._signs, style), f" {said}")
 
     def _tiers(self, width: int) -> list[Text]:
         tiers = () if self._connector is None else self._connector.tiers
@@ -294,21 +321,17 @@ class _View:
         used = units.count(tier.num_blocks)
         if tier.num_room is not None:
             used += f"/{units.count(tier.num_room)}"
-        pieces = [f"{units.count(tier.num_hits)} hits"]
         unit = "" if tier.evicted_unit == "blocks" else f" {tier.evicted_unit}"
-        pieces.append(f"{units.count(tier.num_evicted)}{unit} evicted")
+        pieces = [
+            used,
+            f"{units.count(tier.num_hits)} hits",
+            f"{units.count(tier.num_evicted)}{unit} evicted",
+        ]
         if tier.drops:
             reasons = tier.drops.items()
-            told = (f"{units.count(n)} {plain(why, self._signs)}" for why, n in reasons)
-            pieces.append(f"dropped: {', '.join(told)}")
-        said = f" {used}, {', '.join(pieces)}"
-        name = plain(tier.name, self._signs)
-        return line(f"{name:<{_LABEL}}", *bar(share, self._small(width), self._signs, "blue"), said)
-
-    @staticmethod
-    def _small(width: int) -> int:
-        """Of a bar beside many words."""
-        return min(40, max(4, width - _LABEL - 60))
+            told = [f"{units.count(n)} {plain(why, self._signs)}" for why, n in reasons]
+            pieces += [f"dropped: {told[0]}", *told[1:]]
+        return self._blocks(plain(tier.name, self._signs), share, "blue", pieces, width)
 
     # ---------------------------------------------------------------- the GPU
 
@@ -335,8 +358,8 @@ class _View:
             pieces.append(f"{gpu.power_w:.0f}{of_limit} W")
         if not gpu.is_certain:
             pieces.append(f"(number {gpu.index} of {gpu.num_gpus}: a guess)")
-        said = "   ".join(pieces) if pieces else "the driver tells nothing of it"
-        return [line(label, said)]
+        said = fitting(pieces, width - _LABEL, "   ")
+        return [line(label, said if pieces else "the driver tells nothing of it")]
 
     # ---------------------------------------------------------------- requests
 
@@ -352,38 +375,43 @@ class _View:
         room = height - 2
         all_of_them = frame.num_running + frame.num_waiting
         cut = some if all_of_them <= room else some[: max(0, room - 1)]
-        id_width = max(8, width - 59)
-        heads = ("request", "state", "prompt", "local", "loaded", "new", "answer", "blocks")
-        rows.append(line((self._columns(heads, id_width), "dim")))
-        rows += [line(self._columns(self._request(one), id_width)) for one in cut]
+        rows.append(line((self._columns("request", {n: n for n, _ in _COLUMNS}, width), "dim")))
+        for one in cut:
+            name = plain(one.request_id, self._signs)
+            rows.append(line(self._columns(name, self._request(one), width)))
         if len(cut) < all_of_them:
             rows.append(line((f"and {units.count(all_of_them - len(cut))} more", "dim")))
         return rows
 
-    def _request(self, one: RequestSnapshot) -> tuple[str, ...]:
+    @staticmethod
+    def _request(one: RequestSnapshot) -> dict[str, str]:
+        """By column."""
         local, external = one.num_local_cached_tokens, one.num_external_cached_tokens
-        new = max(0, one.num_prompt_tokens - local - external)
         state = {"WAITING_FOR_REMOTE_KVS": "loading"}.get(one.status, one.status.lower())
         is_prompt = one.num_computed_tokens < one.num_prompt_tokens
         if one.status == "RUNNING":
             state = f"at {units.count(one.num_computed_tokens)}" if is_prompt else "answers"
-        numbers = (
-            one.num_prompt_tokens,
-            local,
-            external,
-            new,
-            one.num_generated_tokens,
-            one.num_blocks,
-        )
-        return (plain(one.request_id, self._signs), state, *map(units.count, numbers))
+        numbers = {
+            "prompt": one.num_prompt_tokens,
+            "local": local,
+            "loaded": external,
+            "new": max(0, one.num_prompt_tokens - local - external),
+            "answer": one.num_generated_tokens,
+            "blocks": one.num_blocks,
+        }
+        return {"state": state, **{name: units.count(n) for name, n in numbers.items()}}
 
-    def _columns(self, cells: Sequence[str], id_width: int) -> str:
-        widths = (9, 8, 7, 7, 7, 7, 7)
-        texts = [fitted(cells[0], id_width), " ", fitted(cells[1], widths[0])]
-        texts += [
-            fitted(cell, w, right=True) for cell, w in zip(cells[2:], widths[1:], strict=True)
-        ]
-        return "".join(texts)
+    @staticmethod
+    def _columns(name: str, cells: Mapping[str, str], width: int) -> str:
+        """As many as there is room for; `name` has the rest."""
+        widths = dict(_COLUMNS)
+        for left_out in _LEFT_OUT_FIRST:
+            if _LEAST_ID + 1 + sum(widths.values()) <= width:
+                break
+            del widths[left_out]
+        id_width = max(_LEAST_ID, width - 1 - sum(widths.values()))
+        texts = [fitted(cells[one], w, right=one != "state") for one, w in widths.items()]
+        return fitted(name, id_width) + " " + "".join(texts)
 
     # ---------------------------------------------------------------- stores
 
@@ -436,6 +464,12 @@ class _View:
                 line(f"{'lane ' + lane.name:<11}{state}, {units.size(lane.num_bytes)} so far")
             )
         return rows
+
+
+def _and_one(name: str, usual: float | None, other: str, value: float | None) -> str:
+    """A time and a special one; without any there is no special one."""
+    said = f"{name} {units.seconds(usual)}"
+    return said if usual is None and value is None else f"{said} ({other} {units.seconds(value)})"
 
 
 def summary(shown: Shown) -> str:

@@ -29,6 +29,10 @@ DEAD = frame_of(
 SCREENS: dict[str, tuple[Shown, int, int, bool]] = {
     "80x24": (shown(), 80, 24, True),
     "160x48": (shown(), 160, 48, True),
+    "beside": (shown(), 60, 24, True),  # a chat under tmux, which has the other half
+    "below": (shown(), 80, 13, True),
+    "narrow": (shown(), 39, 24, True),
+    "narrow-idle": (shown(idle(), gpu=None, flow={}), 39, 16, True),
     "ascii": (shown(), 80, 24, False),
     "failing-load": (shown(busy(FAILING)), 80, 24, True),
     "idle": (shown(idle(), gpu=None, flow={}), 80, 24, True),
@@ -83,6 +87,16 @@ def test_what_is_rendered_is_as_large_as_the_screen() -> None:
     console.print(render(shown(), 80, 24), end="")
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert [len(row) for row in text.split("\n")] == [80] * 24
+
+
+def test_what_does_not_fit_is_left_out_whole() -> None:
+    def words_at(width: int) -> set[str]:
+        rows = lines_of(shown(), width, 24)[1:]  # the first one has a name, which may be cut
+        return {word.strip(",") for row in rows for word in row.plain.split()}
+
+    whole = {word for width in (80, 300) for word in words_at(width) if word.isalpha()}
+    for width in range(36, 80):
+        assert {word for word in words_at(width) if word.isalpha()} <= whole, width
 
 
 def test_a_line_says_what_matters() -> None:

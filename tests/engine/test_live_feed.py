@@ -290,3 +290,16 @@ def test_rates_are_of_the_window() -> None:
     later = meter.rates(10.0)
     assert (later.generated_per_s, later.step_s, later.loop_lag_s) == (0.0, None, 0.0)
     assert later.first_token_s is not None
+
+
+def test_a_step_that_was_under_way_before_anybody_looked_is_work() -> None:
+    meter = RateMeter(10.0, num_under_way=1)
+    assert meter.rates(10.5).busy_share == 1.0
+    assert meter.rates(14.0).busy_share == 1.0
+    meter.follow([StepDone(14.0, 7, 1), StepScheduled(15.0, 8, (("a", 1),)), StepLaunched(15.0, 8)])
+    rates = meter.rates(15.0)
+    assert rates.busy_share == pytest.approx(0.5)
+    assert rates.step_s is None, "how long that one took nobody knows"
+    assert meter.rates(17.0).busy_share == 1.0
+    meter.follow([StepDone(17.0, 8, 1)])
+    assert meter.rates(17.0).step_s == pytest.approx(2.0)
