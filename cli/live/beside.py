@@ -13,9 +13,8 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
-from interlace.cli.progress import NotedProgress
 from interlace.cli.screen import is_terminal
 from interlace.engine.errors import ConfigError
 from interlace.engine.ports import Progress
@@ -49,7 +48,7 @@ def check_terminal(wanted: bool) -> None:
 @contextlib.contextmanager
 def screen_beside(wanted: bool, otherwise: Progress) -> Iterator[Progress]:
     """The viewer has the terminal meanwhile, if it is `wanted`; how far long work is goes to what
-    this yields: nowhere then, and else to `otherwise`. Before any event loop runs.
+    this yields: to `otherwise`, as soon as no viewer has the terminal. Before any event loop runs.
 
     Raises: `ConfigError` if there is no terminal.
     """
@@ -59,9 +58,37 @@ def screen_beside(wanted: bool, otherwise: Progress) -> Iterator[Progress]:
         return
     viewer = subprocess.Popen(viewer_command(os.getpid()), stderr=subprocess.DEVNULL)
     try:
-        yield NotedProgress(None)
+        yield _Behind(viewer, otherwise)
     finally:
         _end(viewer)
+
+
+class _Behind:
+    """Shows nothing until somebody has ended the viewer, and then what another `Progress` does.
+    Implements that port."""
+
+    def __init__(self, viewer: subprocess.Popen[bytes], otherwise: Progress) -> None:
+        self._viewer = viewer
+        self._otherwise = otherwise
+
+    @contextlib.contextmanager
+    def task(self, description: str, total: float | None) -> Iterator[Callable[[float], None]]:
+        """One task. Whether the viewer is there is looked at whenever it gets on."""
+        done = 0.0
+        show: Callable[[float], None] | None = None
+        with contextlib.ExitStack() as stack:
+
+            def advance(amount: float) -> None:
+                nonlocal done, show
+                done += amount
+                if show is not None:
+                    show(amount)
+                elif self._viewer.poll() is not None:
+                    show = stack.enter_context(self._otherwise.task(description, total))
+                    show(done)
+
+            advance(0.0)
+            yield advance
 
 
 def _end(viewer: subprocess.Popen[bytes]) -> None:

@@ -390,7 +390,9 @@ class _View:
         state = {"WAITING_FOR_REMOTE_KVS": "loading"}.get(one.status, one.status.lower())
         is_prompt = one.num_computed_tokens < one.num_prompt_tokens
         if one.status == "RUNNING":
-            state = f"at {units.count(one.num_computed_tokens)}" if is_prompt else "answers"
+            state = "answers" if one.num_generated_tokens else "computes"
+            if is_prompt:
+                state = f"at {units.count(one.num_computed_tokens)}"
         numbers = {
             "prompt": one.num_prompt_tokens,
             "local": local,
