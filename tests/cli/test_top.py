@@ -21,8 +21,11 @@ from pathlib import Path
 import pytest
 from live_frames import idle
 from live_server import LiveServer, environment, live_server
+from small_terminal import SmallTerminal
 
+from interlace.cli.live.shown import Shown
 from interlace.cli.live.terminal import speaks_utf8
+from interlace.cli.live.view import lines_of
 
 TOP = [sys.executable, "-m", "interlace", "top"]
 PATIENCE_S = 30
@@ -229,6 +232,22 @@ def test_signals_end_it(folder: Path, server: LiveServer, number: int) -> None:
         one.until("overview 1/3")
         one.process.send_signal(number)
         assert one.end() == 128 + number
+
+
+@pytest.mark.parametrize("size", [(80, 24), (160, 48), (39, 16)])
+def test_a_terminal_shows_what_is_drawn(folder: Path, size: tuple[int, int]) -> None:
+    width, height = size
+    with live_server(folder, frame=idle()), terminal(folder, size=size) as one:
+        expected = [row.plain.rstrip() for row in lines_of(Shown(idle()), width, height)]
+        one.until(expected[-1])
+        screen = SmallTerminal(width, height)
+        screen.feed(one.written)
+        assert screen.shown == expected
+        one.type("q")
+        assert one.end() == 0
+        left = SmallTerminal(width, height)
+        left.feed(one.written)
+        assert left.shown == []
 
 
 def test_it_fills_a_terminal_that_grows(folder: Path, server: LiveServer) -> None:
