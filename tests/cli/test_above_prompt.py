@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import pytest
-from vt_screen import VtScreen
+from small_terminal import SmallTerminal
 
 from interlace.cli.above_prompt import above, rows_of
 from interlace.cli.screen import PROMPT
 
 
-def at_a_prompt(typed: str, *, rows_before: int) -> VtScreen:
-    screen = VtScreen()
+def at_a_prompt(typed: str, *, rows_before: int) -> SmallTerminal:
+    screen = SmallTerminal()
     screen.feed("".join(f"line {n}\r\n" for n in range(rows_before)) + PROMPT + typed)
     return screen
 
@@ -23,7 +23,7 @@ def test_a_warning_stands_above_what_is_typed(rows_before: int, typed: str) -> N
     for text in ("one", "two\n" + "w" * 100):
         screen.feed(above(rows_of(text, 80), cells, 80))
     screen.feed("!")
-    lines = screen.text.splitlines()
+    lines = screen.shown
     shown = PROMPT + typed + "!"
     own = [shown[i : i + 80].rstrip() for i in range(0, len(shown), 80)]
     assert lines[-len(own) :] == own
@@ -36,8 +36,8 @@ def test_the_cursor_stays_in_the_midst_of_what_is_typed() -> None:
     screen = at_a_prompt("hello world", rows_before=23)
     screen.feed("\b" * 5)
     screen.feed(above(["careful"], len("> hello world"), 80))
-    assert screen.text.splitlines()[-2:] == ["careful", "> hello world"]
-    assert (screen.x, screen.y) == (8, 23)
+    assert screen.shown[-2:] == ["careful", "> hello world"]
+    assert (screen.column, screen.row) == (8, 23)
 
 
 def test_rows() -> None:

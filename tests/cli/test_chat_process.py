@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 from fake_engine import DEATH, WARNING
-from vt_screen import VtScreen
+from small_terminal import SmallTerminal
 
 ROOT = Path(__file__).resolve().parents[2]
 FAKE_CHAT = [sys.executable, str(ROOT / "tests/support/fake_chat.py")]
@@ -248,7 +248,7 @@ def test_a_warning_is_told_if_the_answer_is_broken_off() -> None:
 def test_a_warning_at_the_prompt_stands_on_a_line_of_its_own(term: str) -> None:
     """And what is typed comes behind it, and goes on."""
     chat = Terminal("Aye.", NO_COLOR="1", TERM=term)
-    screen = VtScreen()
+    screen = SmallTerminal()
     try:
         screen.feed(chat.wait_for("> "))
         chat.type("Hello")
@@ -260,7 +260,7 @@ def test_a_warning_at_the_prompt_stands_on_a_line_of_its_own(term: str) -> None:
         screen.feed(chat.wait_for("tokens/s]"))
     finally:
         chat.close()
-    lines = [line for line in screen.text.splitlines() if line != "> Hello"]
+    lines = [line for line in screen.shown if line != "> Hello"]
     first = lines.index(WARNING)
     assert lines[first : first + 4] == [WARNING, WARNING, "> Hello you", "Aye."]
 
