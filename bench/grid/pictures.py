@@ -1,30 +1,45 @@
 """A run of a grid as SVG pictures: bars with spread; first token against prefix length.
 
-matplotlib is optional: `pip install interlace[plot]`. Equal runs give equal files.
+Below the title stands what was run where. matplotlib is optional: `pip install interlace[plot]`.
+Equal runs give equal files.
 """
 
 from __future__ import annotations
 
 import io
 import itertools
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
-from interlace.bench.grid.axes import Value
+from interlace.bench.grid.axes import AXES, RECOMPUTE
 from interlace.bench.grid.record import GridRun
-from interlace.bench.grid.tables import crossings, series_of
+from interlace.bench.grid.tables import Series, crossings, series_of
 from interlace.bench.plotting import import_plotting
 from interlace.bench.spread import Spread
-
-K = TypeVar("K")
+from interlace.bench.step_trace.picture import short_name
 
 WIDTH_INCHES = 9.0
-BAR_INCHES = 0.3
-_INK, _PAPER, _FAINT = "#1f2933", "#ffffff", "#7b8794"
-_COLOURS = ("#5b8fb9", "#d9822b", "#3f9b63", "#a45a9c", "#b8860b", "#c0504d", "#4f6d7a")
-"""Told apart without red and green side by side."""
-_STYLES = ("-", "--", "-.", ":")
-_SETTINGS = {"svg.hashsalt": "interlace", "font.family": "DejaVu Sans", "font.size": 9}
+BAR_INCHES = 0.26
+_GAP = 0.6
+"""Between bars whose names begin differently, in bars."""
+_INK, _PAPER, _FAINT = "#1f2933", "#ffffff", "#616e7c"
+_COLOURS = ("#4c8bbf", "#d9773f", "#4ca283", "#b86fa3", "#c2a02d", "#7b8794")
+"""As bright as each other, and told apart by people who do not see red and green as others do."""
+_DASHES: tuple[Any, ...] = ("-", "--", "-.", (0, (5, 1, 1, 1, 1, 1)))
+_MARKERS = ("o", "s", "^", "D")
+_SETTINGS = {
+    "svg.hashsalt": "interlace",
+    "text.parse_math": False,  # a dollar sign of a title is one
+    "font.family": "DejaVu Sans",
+    "font.size": 9,
+    "text.color": _INK,
+    "axes.edgecolor": _INK,
+    "axes.labelcolor": _INK,
+    "xtick.color": _INK,
+    "ytick.color": _INK,
+}
+_COUNTED = "{x:,g}"
+"""Of an axis: `1,200`."""
 
 
 def require_matplotlib() -> None:
@@ -33,40 +48,63 @@ def require_matplotlib() -> None:
 
 
 def draw_bars(run: GridRun) -> bytes | None:
-    """A bar for each arm: the median first token, with a line from the lowest to the highest. None
-    if nothing was measured. Raises: `ConfigError` without matplotlib."""
-    measured = [arm for arm in run.arms if arm.measured("first_token_s")]
+    """A bar for each arm: the median first token, with a line from the lowest to the highest. Those
+    whose names begin alike have a colour in common. None if nothing was measured.
+
+    Raises: `ConfigError` without matplotlib.
+    """
     arms = [
         (arm.name, Spread.of(value * 1e3 for value in arm.measured("first_token_s")))
-        for arm in measured
+        for arm in run.arms
+        if arm.measured("first_token_s")
     ]
     if not arms:
         return None
-    colours = _by_value((_way(arm.point) for arm in measured), _COLOURS)
+    places, colours = _bar_groups([name for name, _ in arms])
 
     def draw(axes: Any) -> None:
-        places = range(len(arms))
         medians = [spread.median for _, spread in arms]
         reach = [
             [spread.median - spread.low for _, spread in arms],
             [spread.high - spread.median for _, spread in arms],
         ]
-        shades = [colours[_way(arm.point)] for arm in measured]
-        axes.barh(places, medians, xerr=reach, color=shades, ecolor=_INK, capsize=2)
+        error = {"elinewidth": 1, "capsize": 2, "ecolor": _INK}
+        axes.barh(places, medians, xerr=reach, color=colours, error_kw=error)
         for place, (_, spread) in zip(places, arms, strict=True):
             axes.annotate(
-                _number(spread.median),
+                _told(spread.median),
                 (spread.high, place),
-                xytext=(4, 0),
+                xytext=(5, 0),
                 textcoords="offset points",
-                verticalalignment="center",
+                verticalalignment="center_baseline",
+                fontsize=8,
             )
-        axes.set_yticks(list(places), [name for name, _ in arms])
-        axes.invert_yaxis()
-        axes.set_xlim(0, 1.08 * max(spread.high for _, spread in arms))  # room for a number
-        axes.set_xlabel("first token, ms: median, lowest and highest")
+        axes.set_yticks(places, [name for name, _ in arms])
+        axes.tick_params(axis="y", length=0)
+        axes.set_ylim(places[-1] + 0.6, -0.6)
+        axes.set_xlim(0, 1.08 * max(spread.high for _, spread in arms))
+        axes.xaxis.set_major_formatter(_COUNTED)
+        axes.set_xlabel("first token, ms: the median; a line from the lowest to the highest")
 
-    return _picture(run, 1.1 + BAR_INCHES * len(arms), draw)
+    return _picture(run, 1.1 + BAR_INCHES * (places[-1] + 1.2), draw)
+
+
+def _bar_groups(names: Sequence[str]) -> tuple[list[float], list[str]]:
+    """Where each bar is, and its colour, by how its name begins: up to a comma. Names of which no
+    two begin alike are one group."""
+    groups = [name.partition(",")[0] for name in names]
+    if len(set(groups)) == len(groups):
+        groups = [""] * len(groups)
+    places = [0.0]
+    for before, group in itertools.pairwise(groups):
+        places.append(places[-1] + 1 + (_GAP if group != before else 0))
+    kinds = list(dict.fromkeys(groups))
+    return places, [_COLOURS[kinds.index(group) % len(_COLOURS)] for group in groups]
+
+
+def _told(milliseconds: float) -> str:
+    """With two digits at least."""
+    return f"{milliseconds:,.0f}" if milliseconds >= 10 else f"{milliseconds:.2g}"
 
 
 def draw_prefixes(run: GridRun) -> bytes | None:
@@ -78,15 +116,12 @@ def draw_prefixes(run: GridRun) -> bytes | None:
     series = [one for one in series_of(run) if len(one.first_tokens) > 1]
     if not series:
         return None
-
-    # The way is the line's style and what else varies its colour: many lines lie close together.
-    styles = _by_value((_way(one.point) for one in series), _STYLES)
-    shades = _by_value((_others(one.point) for one in series), _COLOURS)
+    looks = _looks_of(series)
+    marks = [(one.name, one.tokens) for one in crossings(run) if one.tokens is not None]
 
     def draw(axes: Any) -> None:
-        colours = {}
-        series.sort(key=lambda one: -list(one.first_tokens.values())[-1].median)
-        for one in series:
+        lines, colours = [], {}
+        for one, look in zip(series, looks, strict=True):
             spreads = list(one.first_tokens.values())
             line = axes.errorbar(
                 list(one.first_tokens),
@@ -95,69 +130,98 @@ def draw_prefixes(run: GridRun) -> bytes | None:
                     [(spread.median - spread.low) * 1e3 for spread in spreads],
                     [(spread.high - spread.median) * 1e3 for spread in spreads],
                 ],
-                color=shades[_others(one.point)],
-                linestyle=styles[_way(one.point)],
-                marker="o",
-                markersize=3,
+                color=look.colour,
+                linestyle=look.dash,
+                marker=look.marker,
+                markersize=4,
                 capsize=2,
+                elinewidth=0.8,
                 label=one.name,
             )
-            colours[one.name] = line.lines[0].get_color()
-        for crossing in crossings(run):
-            if crossing.tokens is not None:
-                colour = colours.get(crossing.name, _FAINT)
-                axes.axvline(crossing.tokens, color=colour, linestyle=":", linewidth=1)
-                axes.annotate(
-                    f"{crossing.tokens:.0f}",
-                    (crossing.tokens, 1),
-                    xycoords=("data", "axes fraction"),
-                    xytext=(2, -9),
-                    textcoords="offset points",
-                    color=colour,
-                )
+            lines.append((spreads[-1].median, one.name, line))
+            colours[one.name] = look.colour
+        for name, tokens in marks:
+            colour = colours.get(name, _FAINT)
+            axes.axvline(tokens, color=colour, linestyle=":", linewidth=1)
+            axes.annotate(
+                f"{tokens:.0f}",
+                (tokens, 1),
+                xycoords=("data", "axes fraction"),
+                xytext=(3, -9),
+                textcoords="offset points",
+                color=colour,
+            )
         axes.set_xlim(left=0)
         axes.set_ylim(bottom=0)
-        axes.set_xlabel("tokens of the prefix; dotted: loading takes as long as computing again")
-        axes.set_ylabel("first token, ms")
-        # Beside the lines, in the order in which they end.
-        axes.legend(frameon=False, loc="upper left", bbox_to_anchor=(1.01, 1), handlelength=3)
+        axes.xaxis.set_major_formatter(_COUNTED)
+        axes.yaxis.set_major_formatter(_COUNTED)
+        dotted = "; dotted: loading takes as long as computing again" if marks else ""
+        axes.set_xlabel(f"tokens of the prefix{dotted}")
+        axes.set_ylabel("first token, ms: median, lowest to highest")
+        # In the order in which the lines end, so that the eye finds them; beside them, not on them.
+        lines.sort(key=lambda line: -line[0])
+        axes.legend(
+            [line for *_, line in lines],
+            [name for _, name, _ in lines],
+            loc="center left",
+            bbox_to_anchor=(1.01, 0.5),
+            frameon=False,
+            handlelength=3.2,
+        )
 
-    return _picture(run, 4.0, draw)
-
-
-def _way(point: Mapping[str, Value]) -> Value:
-    """By which KV comes, or the engine is told apart where it does not."""
-    return point.get("load_mode") or point.get("connector") or point.get("engine")
-
-
-def _others(point: Mapping[str, Value]) -> tuple[Value, ...]:
-    """What varies beside the way, and the prefix."""
-    return tuple(
-        value
-        for key, value in point.items()
-        if key not in ("load_mode", "prefix") and value is not None
-    )
+    return _picture(run, 4.2, draw)
 
 
-def _by_value(values: Iterable[K], looks: tuple[str, ...]) -> dict[K, str]:
-    """A look for each different value, in order; from the first one again if there are many."""
-    return dict(zip(dict.fromkeys(values), itertools.cycle(looks)))
+class _Look(NamedTuple):
+    colour: str
+    dash: Any
+    marker: str
 
 
-def _number(milliseconds: float) -> str:
-    return f"{milliseconds:,.{0 if milliseconds >= 100 else 1}f}"
+def _looks_of(series: Sequence[Series]) -> list[_Look]:
+    """Of each line: its dashes say the load mode, its colour what else varies, or the mode too if
+    nothing does. Computing again, which the others are held against, is dark."""
+    own = [one for one in series if one.point.get("load_mode") != RECOMPUTE]
+    modes = list(dict.fromkeys(one.point.get("load_mode") for one in own))
+    others = [key for key in AXES if key not in ("load_mode", "prefix") and _varies(key, own)]
+    rests = list(dict.fromkeys(tuple(one.point.get(key) for key in others) for one in own))
+    looks = []
+    for one in series:
+        if one not in own:
+            looks.append(_Look(_INK, "-", "o"))
+            continue
+        mode = modes.index(one.point.get("load_mode"))
+        rest = rests.index(tuple(one.point.get(key) for key in others))
+        colour = rest if len(rests) > 1 else mode
+        looks.append(
+            _Look(
+                _COLOURS[colour % len(_COLOURS)],
+                _DASHES[mode % len(_DASHES)],
+                _MARKERS[mode % len(_MARKERS)],
+            )
+        )
+    return looks
 
 
-def _machine(facts: Mapping[str, str | int | None]) -> list[str]:
-    """What it was measured on, without which the figures mean nothing."""
-    cores, threads = facts.get("cores"), facts.get("torch_threads")
-    told = [str(facts["gpu"])] if facts.get("gpu") else []
-    if facts.get("cpu"):
-        told.append(f"{cores} cores of {facts['cpu']}" if cores else str(facts["cpu"]))
-    if facts.get("torch"):
-        by = f" on {threads} thread{'' if threads == 1 else 's'}" if threads else ""
-        told.append(f"torch {facts['torch']}{by}")
-    return told
+def _varies(key: str, series: Sequence[Series]) -> bool:
+    """Among those to which it matters."""
+    return len({one.point.get(key) for one in series} - {None}) > 1
+
+
+def _where(run: GridRun) -> str:
+    """Model, number type and machine, as far as all arms have them in common."""
+    models = {short_name(str(arm.point.get("model"))) for arm in run.arms}
+    dtypes = {arm.resolved.get("dtype") for arm in run.arms}
+    facts = run.machine
+    cores = f"{facts.get('cores')} cores of {facts.get('cpu')}"
+    threads = facts.get("torch_threads")
+    if threads is not None:
+        cores += f", torch on {threads} thread{'' if threads == 1 else 's'}"
+    is_on_gpu = all(arm.resolved.get("device") == "cuda" for arm in run.arms)
+    pieces = [str(found.pop()) for found in (models, dtypes) if len(found) == 1]
+    pieces.append(str(facts["gpu"]) if is_on_gpu and "gpu" in facts else cores)
+    rounds = f"{run.rounds} of {run.repeats}" if run.is_partial else f"{run.rounds}"
+    return f"{', '.join(pieces)}; {rounds} round{'' if run.rounds == 1 else 's'}"
 
 
 def _picture(run: GridRun, height: float, draw: Callable[[Any], None]) -> bytes:
@@ -173,13 +237,15 @@ def _picture(run: GridRun, height: float, draw: Callable[[Any], None]) -> bytes:
         draw(axes)
         for side in ("top", "right"):
             axes.spines[side].set_visible(False)
-        part = f" ({run.rounds} of {run.repeats} rounds)" if run.is_partial else ""
-        figure.suptitle(
-            f"{run.title}{part}", color=_INK, fontsize=10, x=0.01, horizontalalignment="left"
-        )
-        rounds = f"{run.rounds} round{'' if run.rounds == 1 else 's'}"
-        axes.set_title(
-            ", ".join([*_machine(run.machine), rounds]), color=_FAINT, fontsize=8, loc="left"
+        axes.set_title(run.title, fontsize=10.5, loc="left", pad=19)
+        axes.annotate(
+            _where(run),
+            (0, 1),
+            xycoords="axes fraction",
+            xytext=(0, 6),
+            textcoords="offset points",
+            color=_FAINT,
+            fontsize=8,
         )
         metadata = {"Date": None, "Creator": "interlace bench run"}
         figure.savefig(content, format="svg", metadata=metadata)

@@ -42,8 +42,14 @@ _HYBRID_LEGEND = (
     "numbers are blocks of the prompt above, layers below; grey: before and after the layers"
 )
 _LAYER_RAMP, _SLICE_RAMP = "viridis", "plasma"
-_SETTINGS = {"svg.hashsalt": "interlace", "hatch.linewidth": 0.7, "font.family": "DejaVu Sans"}
-"""Ids within an SVG file come from a salt, and not from chance; the font comes with matplotlib."""
+_SETTINGS = {
+    "svg.hashsalt": "interlace",
+    "text.parse_math": False,
+    "hatch.linewidth": 0.7,
+    "font.family": "DejaVu Sans",
+}
+"""Ids within an SVG file come from a salt, and not from chance; a dollar sign in a model's name is
+one; the font comes with matplotlib."""
 
 
 class Drawing(NamedTuple):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from collections.abc import Sequence
 from unittest.mock import MagicMock
@@ -82,14 +83,19 @@ def test_pictures() -> None:
     assert pictures.draw_bars(run) == pictures.draw_bars(run)
 
 
-def test_a_picture_marks_where_lines_cross(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def axes(monkeypatch: pytest.MonkeyPatch) -> MagicMock:
     """What is drawn, told to stand-ins, so that machines without matplotlib look too."""
     drawn = MagicMock()
     for name in ("matplotlib", "matplotlib.figure", "matplotlib.backends.backend_svg"):
         monkeypatch.setitem(sys.modules, name, drawn)
+    found: MagicMock = drawn.Figure.return_value.add_subplot.return_value
+    return found
+
+
+def test_a_picture_marks_where_lines_cross(axes: MagicMock) -> None:
     run = lines(("recompute", [2.0, 4.0, 6.0]), ("bulk", [3.0, 3.5, 4.0]))
     pictures.draw_prefixes(run)
-    axes = drawn.Figure.return_value.add_subplot.return_value
     assert [call.kwargs["label"] for call in axes.errorbar.mock_calls if call.kwargs] == [
         "recompute",
         "bulk",
@@ -100,6 +106,65 @@ def test_a_picture_marks_where_lines_cross(monkeypatch: pytest.MonkeyPatch) -> N
     (bars,) = axes.barh.call_args_list
     assert bars.args[1] == [2000, 4000, 6000, 3000, 3500, 4000]
     assert bars.kwargs["xerr"] == [[0] * 6, [0] * 6]
+    assert "dotted" in axes.set_xlabel.call_args_list[0].args[0]
+
+
+def test_bars_whose_names_begin_alike_stand_together(axes: MagicMock) -> None:
+    pictures.draw_bars(lines(("recompute", [2.0, 4.0, 6.0]), ("bulk", [0.0093, 3.5, 4.0])))
+    (bars,) = axes.barh.call_args_list
+    assert bars.args[0] == pytest.approx([0, 1, 2, 3.6, 4.6, 5.6])
+    first, *_, last = bars.kwargs["color"]
+    assert bars.kwargs["color"] == [first] * 3 + [last] * 3
+    assert first != last
+    told = [call.args[0] for call in axes.annotate.call_args_list]
+    assert told[:6] == ["2,000", "4,000", "6,000", "9.3", "3,500", "4,000"]
+
+
+def test_bars_that_have_nothing_in_common_are_one_group(axes: MagicMock) -> None:
+    pictures.draw_bars(lines(("bulk", [1.0, 2.0, 3.0])))
+    (bars,) = axes.barh.call_args_list
+    assert bars.args[0] == [0, 1, 2]
+    assert len(set(bars.kwargs["color"])) == 1
+
+
+def test_dashes_say_the_mode_and_colours_the_rest(axes: MagicMock) -> None:
+    ways = [("recompute", 0), ("bulk", 10), ("bulk", 40), ("auto", 10), ("auto", 40)]
+    run = a_run(
+        [
+            (loading(mode, prefix, delay_ms=delay), [float(place + 1)])
+            for place, (mode, delay) in enumerate(ways)
+            for prefix in PREFIXES
+        ]
+    )
+    pictures.draw_prefixes(run)
+    drawn = [call.kwargs for call in axes.errorbar.call_args_list]
+    assert [one["label"] for one in drawn[:2]] == ["recompute", "bulk, delay 10 ms"]
+    computed, bulk_10, bulk_40, auto_10, auto_40 = drawn
+    assert (bulk_10["color"], bulk_40["color"]) == (auto_10["color"], auto_40["color"])
+    assert bulk_10["color"] != bulk_40["color"]
+    assert bulk_10["linestyle"] == bulk_40["linestyle"] != auto_10["linestyle"]
+    assert computed["color"] not in (bulk_10["color"], bulk_40["color"])
+    (legend,) = axes.legend.call_args_list
+    assert legend.args[1][0] == "auto, delay 40 ms", "the line that ends highest comes first"
+
+
+def test_modes_that_nothing_else_varies_have_colours(axes: MagicMock) -> None:
+    pictures.draw_prefixes(lines(("bulk", [1, 2, 3]), ("auto", [3, 2, 1])))
+    bulk, auto = (call.kwargs["color"] for call in axes.errorbar.call_args_list)
+    assert bulk != auto
+    assert "dotted" not in axes.set_xlabel.call_args.args[0]
+
+
+def test_a_picture_says_where_it_was_measured(axes: MagicMock) -> None:
+    run = lines(("bulk", [1, 2, 3]))
+    pictures.draw_bars(on_another(run, torch_threads=1))
+    assert axes.annotate.call_args.args[0] == (
+        "smollm2-135m, float32, 2 cores of here, torch on 1 thread; 3 rounds"
+    )
+    resolved = {"device": "cuda", "dtype": "bfloat16"}
+    arms = tuple(dataclasses.replace(arm, resolved=resolved) for arm in run.arms)
+    pictures.draw_prefixes(dataclasses.replace(on_another(run, gpu="Card"), arms=arms, repeats=5))
+    assert axes.annotate.call_args.args[0] == "smollm2-135m, bfloat16, Card; 3 of 5 rounds"
 
 
 TIMELINES = """
@@ -133,22 +198,3 @@ def test_what_cannot_be_recorded_says_why(line: str) -> None:
 def test_no_picture_of_nothing() -> None:
     assert pictures.draw_prefixes(a_run([(loading("bulk", 32), [0.5])])) is None
     assert pictures.draw_bars(a_run([(loading("bulk", 32), [])], repeats=1)) is None
-
-
-def test_a_picture_names_its_machine_and_its_figures(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("matplotlib")
-    monkeypatch.setitem(pictures._SETTINGS, "svg.fonttype", "none")  # words stay words
-    arms = [
-        (loading(mode, n), [0.1234 * n / 32] * 2)
-        for mode in ("recompute", "bulk")
-        for n in (32, 320)
-    ]
-    run = on_another(a_run(arms), torch="2.13.0", torch_threads=1)
-    for content in (pictures.draw_bars(run), pictures.draw_prefixes(run)):
-        assert content is not None
-        assert b"2 cores of here, torch 2.13.0 on 1 thread, 2 rounds" in content
-    bars = pictures.draw_bars(run)
-    assert bars is not None
-    assert bars.count(b">1,234<") == bars.count(b">123<") == 2
-    assert b"fill: #5b8fb9" in bars
-    assert b"fill: #d9822b" in bars, "a colour for each way"

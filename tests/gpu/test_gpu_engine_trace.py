@@ -89,11 +89,9 @@ async def hit(engine: AsyncEngine, new: Sequence[int] = NEW) -> list[int]:
     return list((await ask(engine, [*PROMPT, *new], 6)).token_ids)
 
 
-def mode_of(graphs: str, num_new: int) -> str:
-    """How a step runs that computes so many tokens of one request."""
-    if "FULL" in graphs:
-        return "FULL"
-    return graphs if num_new == 1 else "NONE"
+def mode_of(graphs: str) -> str:
+    """How a short step of one request runs."""
+    return "FULL" if "FULL" in graphs else graphs
 
 
 @modes
@@ -120,7 +118,7 @@ async def test_layers_and_waits_of_a_step_that_loads(
     assert [piece.first_layer for piece in loads] == list(range(NUM_LAYERS))
     (step_id,) = {piece.step_id for piece in loads}
     (step,) = (one for one in timings if one.step_id == step_id)
-    assert step.mode == mode_of(graphs, num_new)
+    assert step.mode == mode_of(graphs)
     assert step.is_gated is ("FULL" in graphs)
     waits = [layer.waited_s for layer in step.layers]
     assert waits.index(max(waits)) == LATE_LAYER
