@@ -19,6 +19,7 @@ from typing import TextIO
 
 from interlace.engine.engine_trace import EngineTrace, TracedRequest, TracedStep
 from interlace.engine.errors import ConfigError
+from interlace.engine.options import is_path
 from interlace.engine.step_timings import LayerTiming, StepTiming, TransferTiming
 
 FORMAT = "interlace engine trace 1"
@@ -159,13 +160,13 @@ def _us(time_s: float) -> float:
 def check_target(path: Path) -> None:
     """Refuse what cannot be written, before anything is recorded; nothing is left behind. Blocks.
 
+    What is there and is no file, a device for instance, would be replaced by one: it is refused.
     Raises: `ConfigError`.
     """
     try:
-        if path.is_dir():
-            raise IsADirectoryError("it is a folder")
+        _refuse_others(path)
         _new_file(path, lambda file: None).unlink()
-    except OSError as error:
+    except (OSError, ValueError) as error:
         raise _unwritable(path, error) from error
 
 
@@ -176,9 +177,27 @@ def write_trace(path: Path, trace: EngineTrace) -> None:
     Raises: `ConfigError`.
     """
     try:
-        _new_file(path, lambda file: file.writelines(to_json(trace))).replace(path)
-    except OSError as error:
+        _refuse_others(path)
+        written = _new_file(path, lambda file: file.writelines(to_json(trace)))
+        try:
+            written.replace(path)
+        except OSError:
+            with contextlib.suppress(OSError):
+                written.unlink()
+            raise
+    except (OSError, ValueError) as error:
         raise _unwritable(path, error) from error
+
+
+def _refuse_others(path: Path) -> None:
+    """Raises: `OSError` for what is neither a file nor a link to one, `ValueError` for what no file
+    can be called."""
+    if not is_path(path):
+        raise ValueError("no file can be called that")
+    if path.is_dir():
+        raise IsADirectoryError("it is a folder")
+    if path.exists() and not path.is_file():
+        raise OSError("it is no file")
 
 
 def _new_file(path: Path, write: Callable[[TextIO], None]) -> Path:
@@ -186,7 +205,8 @@ def _new_file(path: Path, write: Callable[[TextIO], None]) -> Path:
 
     Raises: `OSError`, and what it raises.
     """
-    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    # Not by the whole name: a longer one may not be possible.
+    handle, name = tempfile.mkstemp(prefix=".interlace-", dir=path.parent)
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:
             write(file)
@@ -197,8 +217,8 @@ def _new_file(path: Path, write: Callable[[TextIO], None]) -> Path:
     return Path(name)
 
 
-def _unwritable(path: Path, error: OSError) -> ConfigError:
-    reason = error.strerror or str(error)
+def _unwritable(path: Path, error: OSError | ValueError) -> ConfigError:
+    reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
     return ConfigError(
         f"the trace {path} cannot be written: {reason}. Name a file in an existing folder."
     )
