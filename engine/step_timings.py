@@ -11,9 +11,12 @@ own. Made by a `StepRunner` that records; knows no device and no connector.
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal, TypeAlias
+import math
+from typing import Literal, TypeAlias, get_args
 
 Way: TypeAlias = Literal["load", "save"]
+MOST = (1 << 63) - 1
+"""Of anything that is counted."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -79,6 +82,21 @@ class TransferTiming:
     """Why not all of it was copied."""
     transfer: str = ""
     """What the connector calls the transfer that it is a piece of, if anything."""
+
+    def is_sound(self, num_layers: int) -> bool:
+        """Whether all of it is what it says, for a model of so many layers: connectors of others
+        make these, and a file of them is to be read again."""
+        step_id = 0 if self.step_id is None else self.step_id
+        counts = (self.first_layer, self.end_layer, self.num_blocks, self.num_bytes, step_id)
+        error = "" if self.error is None else self.error
+        texts = (self.lane, self.copied_by, self.transfer, error, *self.request_ids)
+        return (
+            self.way in get_args(Way)
+            and all(type(one) is int and 0 <= one <= MOST for one in counts)
+            and all(type(one) is str for one in texts)
+            and self.first_layer < self.end_layer <= max(num_layers, self.first_layer + 1)
+            and -math.inf < self.begin_s <= self.end_s < math.inf
+        )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -256,14 +256,13 @@ class StepRecorder:
 
     def _tell(self, piece: _Piece) -> TransferTiming | None:
         """None, and it counts as dropped, if whoever copied it cannot tell."""
-        told: object = None
         try:
             begin, end = (self.moments.time_s(m, piece.anchor) for m in (piece.begin, piece.end))
-            told = piece.tell(begin, end)
+            told: object = piece.tell(begin, end)
+            if isinstance(told, TransferTiming) and told.is_sound(self._num_layers):
+                return told
         except Exception:
             logger.warning("it could not be told when a transfer's piece was copied", exc_info=True)
-        if isinstance(told, TransferTiming):
-            return told
         self._drop()
         return None
 

@@ -3,11 +3,13 @@ CUDA's events, which pass when a test lets them."""
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import logging
 import weakref
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from fake_streams import FakeDevice, FakeEvent
@@ -246,6 +248,31 @@ def test_who_cannot_tell_of_a_piece_harms_nobody(answer: object) -> None:
     recorder.add(recorder.mark(), recorder.mark(), tell)
     recorder.add(recorder.mark(), recorder.mark(), a_piece)
     assert recorder.take() == Timings((), (a_piece(1.0, 1.0),), 1)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"num_bytes": np.int64(64)},
+        {"num_bytes": 1 << 63},
+        {"num_blocks": -1},
+        {"num_blocks": True},
+        {"end_layer": 0},
+        {"end_layer": NUM_LAYERS + 1},
+        {"begin_s": 2.0, "end_s": 1.0},
+        {"end_s": float("nan")},
+        {"begin_s": float("-inf")},
+        {"lane": None},
+        {"way": "copy"},
+        {"request_ids": (1,)},
+        {"step_id": 1.0},
+        {"error": OSError("it is gone")},
+    ],
+)
+def test_a_piece_that_no_file_could_hold_is_dropped(wrong: dict[str, Any]) -> None:
+    recorder = StepRecorder(ClockMoments(lambda: 1.0), NUM_LAYERS)
+    recorder.add(1.0, 1.0, lambda begin, end: dataclasses.replace(a_piece(begin, end), **wrong))
+    assert recorder.take() == Timings((), (), 1)
 
 
 def test_only_so_many_pieces_are_remembered() -> None:
