@@ -18,6 +18,7 @@ from interlace.connectors.multi_messages import (
 )
 from interlace.connectors.multi_stats import MultiKVConnectorStats
 from interlace.engine.config import EngineConfig
+from interlace.engine.errors import ConnectorError
 from interlace.engine.kv_connector import (
     KVCacheConfig,
     KVConnectorHandshakeMetadata,
@@ -89,6 +90,10 @@ class _ChildRecorder:
             return dataclasses.replace(piece, lane=f"{self._key} {piece.lane}")
 
         self._recorder.add(begin, end, told)
+
+
+def _silence(child: Child) -> None:
+    child.connector.record_transfers(None)
 
 
 class MultiWorkerSide(KVConnectorBase_V1):
@@ -195,13 +200,19 @@ class MultiWorkerSide(KVConnectorBase_V1):
         )
 
     def record_transfers(self, recorder: TransferRecorder | None) -> None:
-        """Of all children, whose lanes have the child's key before their names."""
+        """Of all children, whose lanes have the child's key before their names; of none if one
+        raises."""
 
         def tell(child: Child) -> None:
             own = None if recorder is None else _ChildRecorder(recorder, child.key)
             child.connector.record_transfers(own)
 
-        self._children.each("record_transfers", tell)
+        try:
+            self._children.each("record_transfers", tell)
+        except ConnectorError:
+            if recorder is not None:
+                self._children.try_each("record_transfers", _silence)
+            raise
 
     # ---------------------------------------------------------------- every step
 

@@ -177,6 +177,24 @@ def test_all_children_tell_of_their_copies_by_their_keys(monkeypatch: pytest.Mon
     assert given[2:] == [None, None]
 
 
+def test_who_told_already_is_silenced_when_another_child_will_not_tell(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    _, worker = sides_of(talker(), talker())
+    willing, unwilling = (child.connector for child in worker._children)
+    given: list[Any] = []
+
+    def refuse(recorder: Any) -> None:
+        raise RuntimeError("not me")
+
+    monkeypatch.setattr(willing, "record_transfers", given.append)
+    monkeypatch.setattr(unwilling, "record_transfers", refuse)
+    with pytest.raises(ConnectorError, match="not me"):
+        worker.record_transfers(Recorder())
+    assert len(given) == 2
+    assert given[1] is None, "nobody will ever look, nor say that it is over"
+
+
 def test_late_load_errors_are_those_of_all_children(monkeypatch: pytest.MonkeyPatch) -> None:
     _, worker = sides_of(talker(), talker())
     for child in worker._children:
