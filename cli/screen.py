@@ -28,8 +28,9 @@ MOST_WAITING = 100
 STUCK_S = 2.0
 PROMPT = "> "
 DIM, RED, RESET = "\x1b[2m", "\x1b[31m", "\x1b[0m"
-# Control characters but newline and tab, and those that reorder the text around them.
-_UNSAFE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+# Control characters but newline and tab, those that reorder the text around them, and those that no
+# encoding has, which stand for bytes of a path that is no text.
+_UNSAFE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 def harmless(text: str) -> str:

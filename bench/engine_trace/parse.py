@@ -18,7 +18,7 @@ from interlace.engine.engine_trace import (
 )
 from interlace.engine.errors import ConfigError
 from interlace.engine.outputs import FinishReason
-from interlace.engine.step_timings import LayerTiming, StepTiming, TransferTiming
+from interlace.engine.step_timings import MOST, LayerTiming, StepTiming, TransferTiming
 from interlace.engine.trace_file import FORMAT
 
 MAX_FILE_BYTES = 256 << 20
@@ -295,8 +295,8 @@ def _ns(value: object) -> int:
 
 
 def _whole(value: object) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise ValueError(f"{value!r:.40} is not a whole number from 0 on")
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= MOST:
+        raise ValueError(f"{value!r:.40} is not a whole number from 0 to {MOST}")
     return value
 
 

@@ -40,7 +40,8 @@ def draw_picture(trace: EngineTrace, kind: Kind, step_id: int | None = None) -> 
         return slice_colour(ramps) if span.part == "slice" else ENDS
 
     what, figures = titles(window, rows_of(trace))
-    where = f"{short_name(facts.model)}, {facts.dtype}, {facts.machine or facts.device}"
+    names = f"{short_name(facts.model)}, {facts.dtype}, {facts.machine or facts.device}"
+    where = names.encode("utf-8", "replace").decode("utf-8")  # a path may be no text
     ids = [step.step_id for step in window.steps]
     marks = [(at, str(number)) for at, number in zip(window.begins, ids, strict=True)]
     drawing = Drawing(

@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import json
 import math
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ from interlace.engine.engine_trace import (
 )
 from interlace.engine.errors import ConfigError
 from interlace.engine.step_timings import LayerTiming, StepTiming, TransferTiming
-from interlace.engine.trace_file import FORMAT, to_json, write_trace
+from interlace.engine.trace_file import FORMAT, check_target, to_json, write_trace
 
 NUM_LAYERS = FACTS.num_layers
 
@@ -380,3 +381,75 @@ def test_a_window_has_the_last_step_that_loads_and_what_is_readable_beside_it() 
     assert [step.step_id for step in alone.steps] == [4]
     assert [span.label for span in alone.lanes["load"]] == ["0", "1", "2"]
     assert alone.end_ns == 6_000_000, "its load begins before it"
+
+
+def _with(change: Callable[[dict[str, Any]], None]) -> str:
+    document = json.loads(text_of(sample_trace()))
+    change(document)
+    return json.dumps(document)
+
+
+def _load(document: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = next(e for e in document["traceEvents"] if e.get("cat") == "load")
+    return found
+
+
+@pytest.mark.parametrize("name", ["num_bytes", "num_blocks", "step_id"])
+def test_numbers_that_no_float_can_be_are_refused(name: str) -> None:
+    text = _with(lambda document: _load(document)["args"].__setitem__(name, 10**400))
+    with pytest.raises(ConfigError, match="whole number"):
+        from_json(text)
+
+
+def test_a_picture_names_a_model_whose_path_is_no_text() -> None:
+    trace = from_json(_with(lambda document: document["otherData"].update(model="/data/\udcff")))
+    assert draw_picture(trace, "svg")
+
+
+@pytest.mark.parametrize("kind", ["device", "pipe"])
+def test_what_is_no_file_is_not_replaced_by_one(kind: str, tmp_path: Path) -> None:
+    path = tmp_path / "other"
+    if kind == "pipe":
+        os.mkfifo(path)
+    else:
+        path = Path(os.devnull)
+    with pytest.raises(ConfigError, match="no file"):
+        check_target(path)
+    if kind == "pipe":  # a fault must not break the machine that runs the tests
+        with pytest.raises(ConfigError, match="no file"):
+            write_trace(path, sample_trace())
+        assert path.is_fifo()
+
+
+def test_nothing_is_left_where_a_folder_has_come_meanwhile(tmp_path: Path) -> None:
+    path = tmp_path / "trace"
+    check_target(path)
+    path.mkdir()
+    with pytest.raises(ConfigError, match="folder"):
+        write_trace(path, sample_trace())
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_nothing_is_left_where_the_file_cannot_be_put_in_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(self: Path, target: Path) -> Path:
+        raise PermissionError(1, "not allowed")
+
+    monkeypatch.setattr(Path, "replace", refuse)
+    with pytest.raises(ConfigError, match="not allowed"):
+        write_trace(tmp_path / "trace", sample_trace())
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", ["a\0b", "\ud800"])
+def test_what_no_path_can_be_is_refused(name: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be written"):
+        check_target(tmp_path / name)
+
+
+def test_a_name_may_be_as_long_as_the_file_system_lets_it(tmp_path: Path) -> None:
+    path = tmp_path / ("x" * 255)
+    check_target(path)
+    write_trace(path, sample_trace())
+    assert read_file(path) == sample_trace()

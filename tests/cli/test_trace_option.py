@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import sys
 from collections.abc import AsyncIterator, Callable
@@ -209,3 +210,13 @@ def test_steps_are_of_engines_only(run: Run, tmp_path: Path) -> None:
     code, _, err = run("trace", str(path), "--step", "3")
     assert code == 2
     assert "--step and --json are for files" in " ".join(err.split())
+
+
+def test_a_name_that_is_no_text_is_shown(run: Run, tmp_path: Path) -> None:
+    trace = dataclasses.replace(
+        sample_trace(), facts=dataclasses.replace(sample_trace().facts, model="/data/\udcff")
+    )
+    write_trace(tmp_path / "t", trace)
+    code, shown, _ = run("trace", str(tmp_path / "t"))
+    assert code == 0
+    assert "/data/<U+DCFF>" in shown
