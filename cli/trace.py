@@ -233,7 +233,7 @@ def _show_engine(
     from interlace.bench.engine_trace.text import lines, step_view, to_dict
 
     if as_json:
-        typer.echo(json_module.dumps(to_dict(found, num_steps), indent=1))
+        typer.echo(json_module.dumps(to_dict(found, num_steps, step), indent=1))
     elif step is None:
         _echo(lines(found, num_steps), sys.stdout)
     else:

@@ -126,11 +126,18 @@ def _title(window: Window) -> str:
     return f"step {ids[0]}" if len(ids) == 1 else f"steps {ids[0]} to {ids[-1]}"
 
 
-def to_dict(trace: EngineTrace, num_steps: int = LAST_STEPS) -> dict[str, object]:
-    """The same figures, in seconds and bytes, for JSON."""
+def to_dict(
+    trace: EngineTrace, num_steps: int = LAST_STEPS, step_id: int | None = None
+) -> dict[str, object]:
+    """The same figures, in seconds and bytes, for JSON; of the steps those of one alone, if it is
+    named. Raises: `ConfigError` if there is no such step."""
+    rows = rows_of(trace)[-num_steps:]
+    if step_id is not None:
+        window_of(trace, step_id)
+        rows = [row for row in rows_of(trace) if row.step_id == step_id]
     return {
         "facts": dataclasses.asdict(trace.facts),
-        "steps": [_row_dict(row) for row in rows_of(trace)[-num_steps:]],
+        "steps": [_row_dict(row) for row in rows],
         "totals": _totals_dict(totals_of(trace)),
         "left_out": dataclasses.asdict(trace.left_out),
     }

@@ -220,3 +220,13 @@ def test_a_name_that_is_no_text_is_shown(run: Run, tmp_path: Path) -> None:
     code, shown, _ = run("trace", str(tmp_path / "t"))
     assert code == 0
     assert "/data/<U+DCFF>" in shown
+
+
+def test_json_of_one_step_is_of_that_step(run: Run, tmp_path: Path) -> None:
+    write_trace(tmp_path / "t", sample_trace())
+    code, shown, _ = run("trace", str(tmp_path / "t"), "--json", "--step", "4", "--steps", "1")
+    assert code == 0
+    assert [step["step_id"] for step in json.loads(shown)["steps"]] == [4]
+    code, shown, remark = run("trace", str(tmp_path / "t"), "--json", "--step", "99")
+    assert (code, shown) == (1, "")
+    assert "no step 99" in remark

@@ -296,3 +296,16 @@ def test_only_so_many_requests_are_remembered() -> None:
     trace = collected(*(RequestQueued(ms(100 + i), f"{i}", 1, 0) for i in range(count)))
     assert len(trace.requests) == count - 5
     assert trace.left_out.requests == 5
+
+
+@pytest.mark.xfail(strict=True, reason="the device is waited for only when the last one leaves")
+async def test_a_step_under_way_at_the_end_is_waited_for_though_others_look(tmp_path: Path) -> None:
+    runner = Timed()
+    runner._open = False
+    async with build_engine(runner) as engine, engine.record_steps(), asyncio.TaskGroup() as group:
+        async with engine.trace(tmp_path / "t"):
+            group.create_task(engine.complete(PROMPT, greedy(2)))
+            await runner.next_step()
+            asyncio.get_running_loop().call_later(0.05, runner.open)
+        trace = await read(tmp_path / "t")
+        assert [step.timing is not None for step in trace.steps] == [True]
