@@ -153,11 +153,15 @@ class Catalog:
             self._open(name)
         for slab in list(self._slabs.values()):
             self._add_entries(slab)
+        self._write_used()
+        self._write_loads()
+
+    def _write_used(self) -> None:
+        """Who evicts goes by that, whichever process it is."""
         with self._used_lock:
             used, self._used = self._used, set()
         for slab in used:
             slab.touch()
-        self._write_loads()
 
     def _write_loads(self) -> None:
         """For people who look at the store; nothing depends on it."""
@@ -261,6 +265,7 @@ class Catalog:
 
     def close(self) -> None:
         """Find nothing more, and let go of the files. May be repeated."""
+        self._write_used()
         self._write_loads()
         for name in list(self._slabs):
             self._drop(name)

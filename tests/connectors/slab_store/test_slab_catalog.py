@@ -551,6 +551,16 @@ def test_used_slabs_are_touched_at_the_next_look(folder: Path, catalog: Catalog)
     assert other.stat().st_mtime == 1
 
 
+def test_used_slabs_are_touched_though_no_look_comes_any_more(folder: Path) -> None:
+    """A chat of one prompt has ended before it is time for one."""
+    catalog, used = Catalog(folder, SPACE), write_slab(folder, [1])
+    catalog.look()
+    os.utime(used, (1, 1))
+    catalog.use_slabs([place_of(catalog, 1).slab])
+    catalog.close()
+    assert used.stat().st_mtime > 1
+
+
 def test_use_waits_for_nobody(folder: Path, catalog: Catalog) -> None:
     """It is for the event loop too, and what is added may be much."""
     write_slab(folder, [1])

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from slab_kit import PATIENCE_S, SPACE, WritingKit, block_hash, record
+from slab_kit import PATIENCE_S, SPACE, WritingKit, block_hash, folder_in, record, write_slab
 
 from interlace.connectors.slab_store.catalog import Catalog
 from interlace.connectors.slab_store.lookup import AVOIDED_S, StoredBlocks
@@ -269,3 +270,20 @@ def test_what_is_forgotten_is_found_when_it_is_stored_again(tmp_path: Path) -> N
     found = one.stored.places(hashes)
     assert found is not None
     assert [place.entry.record for place in found] == [place.record for place in again.places]
+
+
+def test_what_was_used_is_written_down_though_a_look_still_waits_at_the_end(
+    tmp_path: Path,
+) -> None:
+    folder = folder_in(tmp_path)
+    path, lanes = write_slab(folder, [1]), ThreadLanes()
+    stored = StoredBlocks(
+        Catalog(folder, SPACE), lanes.lane("look"), refresh_s=0.0, delay_s=PATIENCE_S
+    )
+    assert stored.wait_for_look(PATIENCE_S)
+    os.utime(path, (1, 1))
+    assert stored.places([block_hash(1)])
+    stored.refresh()
+    assert stored.is_looking
+    assert stored.close(PATIENCE_S)
+    assert path.stat().st_mtime > 1
