@@ -30,6 +30,15 @@ def rows_of(text: str, columns: int) -> list[str]:
     return rows
 
 
+def cells_of(typed: str, columns: int) -> int:
+    """That `typed` takes, with those at the ends of rows that were too narrow for what came."""
+    total = 0
+    for character in typed:
+        cells, left = cell_len(character), columns - total % columns
+        total += cells if cells <= left else left + cells
+    return total
+
+
 def above(rows: list[str], typed_cells: int, columns: int) -> str:
     """What to send to a terminal, at once, so that `rows` stand above the prompt and what is typed
     behind it, `typed_cells` together. Of a text that takes several rows the cursor is taken to be

@@ -17,9 +17,7 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import TextIO
 
-from rich.cells import cell_len
-
-from interlace.cli.above_prompt import above, rows_of
+from interlace.cli.above_prompt import above, cells_of, rows_of
 from interlace.cli.blocking import BlockingThread
 from interlace.engine.errors import InterlaceError
 
@@ -198,7 +196,7 @@ class Screen:
         columns, lines = _size_of(self._err)
         rows = rows_of(warning, columns)
         if len(rows) < lines and os.environ.get("TERM", "dumb") != "dumb":
-            return above(rows, cell_len(shown), columns)
+            return above(rows, cells_of(shown, columns), columns)
         return f"\n{warning}{shown}"
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from small_terminal import SmallTerminal
 
-from interlace.cli.above_prompt import above, rows_of
+from interlace.cli.above_prompt import above, cells_of, rows_of
 from interlace.cli.screen import PROMPT
 
 
@@ -30,6 +30,22 @@ def test_a_warning_stands_above_what_is_typed(rows_before: int, typed: str) -> N
     assert lines[: -len(own)][-4:] == ["one", "two", "w" * 80, "w" * 20]
     before = [line for line in lines if line.startswith("line")]
     assert before == [f"line {n}" for n in range(rows_before)][rows_before - len(before) :]
+
+
+@pytest.mark.parametrize("columns", [5, 7, 80, 81])
+@pytest.mark.parametrize("num_wide", [1, 40, 120, 160])
+def test_a_warning_stands_above_wide_characters(columns: int, num_wide: int) -> None:
+    """Of which an odd number of columns leaves one free at the end of each row."""
+    if num_wide > 6 * columns:
+        pytest.skip("more than a screen")
+    screen, shown = SmallTerminal(columns), PROMPT + "\u6f22" * num_wide
+    screen.feed("before\r\n" if columns > 6 else "b\r\n")
+    screen.feed(shown)
+    if cells_of(shown, columns) % columns == 0:
+        screen.feed(" \r")  # as readline does
+    screen.feed(above(["one"], cells_of(shown, columns), columns))
+    assert screen.shown[1] == "one"
+    assert "".join(screen.shown[2:]) == shown
 
 
 def test_the_cursor_stays_in_the_midst_of_what_is_typed() -> None:
