@@ -42,7 +42,7 @@ def cells_of(typed: str, columns: int) -> int:
 def above(rows: list[str], typed_cells: int, columns: int) -> str:
     """What to send to a terminal, at once, so that `rows` stand above the prompt and what is typed
     behind it, `typed_cells` together. Of a text that takes several rows the cursor is taken to be
-    in the last one. There are fewer rows than the screen has.
+    in the last one. There are fewer rows than the screen has, with those above the cursor's.
     """
     count, before = len(rows), typed_cells // columns
     make_room = _DOWN * count + _UP * count

@@ -194,9 +194,10 @@ class Screen:
             return warning
         shown = PROMPT + typed()
         columns, lines = _size_of(self._err)
-        rows = rows_of(warning, columns)
-        if len(rows) < lines and os.environ.get("TERM", "dumb") != "dumb":
-            return above(rows, cells_of(shown, columns), columns)
+        rows, cells = rows_of(warning, columns), cells_of(shown, columns)
+        fits = len(rows) + cells // columns < lines
+        if fits and os.environ.get("TERM", "dumb") != "dumb":
+            return above(rows, cells, columns)
         return f"\n{warning}{shown}"
 
 

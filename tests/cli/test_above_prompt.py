@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
+
 import pytest
 from small_terminal import SmallTerminal
 
 from interlace.cli.above_prompt import above, cells_of, rows_of
-from interlace.cli.screen import PROMPT
+from interlace.cli.screen import PROMPT, Screen
 
 
 def at_a_prompt(typed: str, *, rows_before: int) -> SmallTerminal:
@@ -60,3 +62,16 @@ def test_rows() -> None:
     assert rows_of("a\tb\n\nc", 80) == ["a       b", "", "c"]
     assert rows_of("abcdef", 4) == ["abcd", "ef"]
     assert rows_of("a\u6f22\u5b57", 4) == ["a\u6f22", "\u5b57"], "two cells each"
+
+
+@pytest.mark.parametrize(("num_rows", "is_above"), [(22, True), (23, False)])
+def test_what_does_not_fit_above_what_is_typed_goes_below(
+    num_rows: int, is_above: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a screen of 24 rows, beside two of what is typed, whose first row would have gone."""
+    monkeypatch.setenv("TERM", "xterm")
+    screen = Screen(io.StringIO(), io.StringIO(), terminal=True)
+    warning = "w\n" * num_rows
+    with screen.asking(lambda: "x" * 100):
+        placed = screen._placed(warning)
+    assert (placed != f"\n{warning}{PROMPT}{'x' * 100}") == is_above
