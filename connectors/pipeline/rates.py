@@ -12,9 +12,8 @@ are the newest samples of each power of two of tokens: a thousand decodes do not
 prompt from which a token's price is known. With three numbers to find, all seven sets of them that
 may be above zero are tried, and the best that has no negative one is taken: exact, and cheaper than
 a general solver's iterations. Where all steps had about the same size, noise decides between the
-prices; so a step that is larger than any that was seen takes longer by as much as it is larger, at
-least: else all of a long prompt would look free beside a part of it, and nothing be loaded, for
-ever.
+prices, and all of a long prompt may look as cheap as a part of it: then nothing would be loaded, for
+ever. So what is to be computed in place of a load is held to a bound, see `at_least_seconds`.
 
 Pure Python, event loop; reads no clock.
 """
@@ -105,9 +104,14 @@ class StepTimes:
             self._prices = fit_prices(samples)
             self._largest = max(samples, key=lambda one: (one.num_tokens, -one.seconds))
         a, b, c = self._prices
-        seconds = a + b * num_tokens + c * num_pairs(num_tokens, num_context_tokens)
-        largest = self._largest
-        if num_tokens <= largest.num_tokens:
+        return a + b * num_tokens + c * num_pairs(num_tokens, num_context_tokens)
+
+    def at_least_seconds(self, num_tokens: int, num_context_tokens: int) -> float | None:
+        """The same, but more tokens than any step had that was seen take longer by as much as they
+        are more. For what might be loaded instead: a load that was tried in vain is known for it,
+        and one that was not tried never is."""
+        seconds, largest = self.seconds(num_tokens, num_context_tokens), self._largest
+        if seconds is None or num_tokens <= largest.num_tokens:
             return seconds
         return max(seconds, largest.seconds * num_tokens / largest.num_tokens)
 

@@ -106,7 +106,7 @@ class WayChooser:
             ),
             bulk_load_s=self.loading_s(num_blocks, loading),
             hybrid_s=hybrid_s,
-            recompute_s=self.step_times.seconds(num_loaded + hit.num_rest, num_local),
+            recompute_s=self.step_times.at_least_seconds(num_loaded + hit.num_rest, num_local),
             rest_s=self.step_times.seconds(hit.num_rest, num_local + num_loaded),
             first_step_s=self.step_times.seconds(num_first, num_local + num_loaded),
             num_running=traffic.num_running,
