@@ -8,6 +8,7 @@ Nothing here or in a command's module imports torch; what needs it is imported i
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from typing import Annotated
@@ -21,7 +22,10 @@ from interlace.cli.info import info
 from interlace.cli.screen import harmless
 from interlace.cli.top import top
 from interlace.cli.trace import timeline, trace
-from interlace.engine.errors import InterlaceError
+from interlace.engine.errors import ConfigError, InterlaceError
+
+_UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+"""Why nothing more may fit where standard output goes."""
 
 app = typer.Typer(
     name="interlace",
@@ -68,9 +72,21 @@ def main() -> None:
     """Run the command line of this process and end it. Never returns."""
     _fill_closed_streams()
     try:
-        app()
+        try:
+            app()
+        finally:
+            if sys.stdout is not None:  # as it is where it was closed
+                sys.stdout.flush()  # at the end of the process nobody could be told
     except InterlaceError as e:
         sys.exit(_complain(e))
+    except OSError as e:
+        if e.errno not in (errno.EPIPE, *_UNWRITABLE):
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is left is tried once more at the end
+        if e.errno == errno.EPIPE:
+            sys.exit(1)  # who read it has enough
+        why = f"what it prints, or writes, cannot be written ({e.strerror})"
+        sys.exit(_complain(ConfigError(f"{why}: make room, or write it elsewhere.")))
 
 
 def _complain(error: InterlaceError) -> int:

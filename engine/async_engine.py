@@ -592,7 +592,8 @@ class AsyncEngine:
 
         `events()` has them then, as `step.timed`, `layer.compute`, `layer.load`, `layer.save` and
         `gate.failed`; without this nothing is timed, whoever reads events. Steps launched before
-        are not timed, and those under way at the end are waited for by the device thread. On a GPU
+        are not timed, and those under way at the end are waited for by the device thread, unless
+        others still look: then these are told of them. On a GPU
         events are recorded between layers, which takes the host a few microseconds each; a full
         graph is captured once more, with such events in it, when a step of its size first runs.
 
@@ -612,7 +613,7 @@ class AsyncEngine:
             async with engine.trace("trace.json"): ...
 
         `interlace trace` shows the file, and Perfetto opens it: see `interlace.engine.trace_file`.
-        It has the newest `last_steps` steps that compute, at most 8,192, with their layers, gate
+        It has the newest `last_steps` steps that compute, at most 2,048, with their layers, gate
         waits, transfers and requests, and says how much was left out. It appears whole, replaces
         what was there, and only its owner may read it. It holds ids of requests, and no text.
 

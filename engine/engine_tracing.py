@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 LAST_STEPS = 512
 """Of a trace, if nothing else is said: some megabytes of a file."""
-MOST_LAST_STEPS = 8192
+MOST_LAST_STEPS = 2048
 
 
 class EngineTracing:

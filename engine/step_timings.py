@@ -80,6 +80,8 @@ class TransferTiming:
     """The step that waits for it; None beside the steps."""
     error: str | None = None
     """Why not all of it was copied."""
+    failed_ids: tuple[str, ...] = ()
+    """Of `request_ids`, for whom not all has come; empty if nobody knows, or nothing failed."""
     transfer: str = ""
     """What the connector calls the transfer that it is a piece of, if anything."""
 
@@ -89,7 +91,8 @@ class TransferTiming:
         step_id = 0 if self.step_id is None else self.step_id
         counts = (self.first_layer, self.end_layer, self.num_blocks, self.num_bytes, step_id)
         error = "" if self.error is None else self.error
-        texts = (self.lane, self.copied_by, self.transfer, error, *self.request_ids)
+        names = (*self.request_ids, *self.failed_ids)
+        texts = (self.lane, self.copied_by, self.transfer, error, *names)
         return (
             self.way in get_args(Way)
             and all(type(one) is int and 0 <= one <= MOST for one in counts)

@@ -33,4 +33,5 @@ def _publish_transfer(piece: TransferTiming, events: EventBus, now_s: float) -> 
     if piece.error is None or piece.step_id is None:
         return
     layers = (piece.first_layer, piece.end_layer)
-    events.emit(GateFailed(now_s, piece.step_id, *layers, piece.request_ids, piece.error))
+    failed = piece.failed_ids or piece.request_ids
+    events.emit(GateFailed(now_s, piece.step_id, *layers, failed, piece.error))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import deque
+from collections.abc import Iterable
 from typing import Any, TypeVar
 
 from interlace.engine.engine_trace import (
@@ -45,6 +46,7 @@ class TraceCollector:
         """Keeps the newest `last_steps` steps that compute."""
         self._last_steps = last_steps
         self._begun_s = begun_s
+        self._zero_s = begun_s
         self._steps: dict[int, TracedStep] = {}  # by number, ascending
         self._newest_left_out = -1
         self._transfers: deque[TransferTiming] = deque()
@@ -165,6 +167,7 @@ class TraceCollector:
             requests=self._left_out.requests + len(self._requests) - len(requests),
             events=num_lost_events,
         )
+        self._zero_s = self._zero(from_s, transfers, requests)
         return EngineTrace(
             facts,
             tuple(self._step(self._steps[step_id]) for step_id in sorted(self._steps)),
@@ -175,6 +178,18 @@ class TraceCollector:
             ),
             left_out,
         )
+
+    def _zero(
+        self, from_s: float, transfers: Iterable[TransferTiming], requests: Iterable[TracedRequest]
+    ) -> float:
+        """Where times begin: the recording's begin, or that of what is kept of a long one, whose
+        times would be too large to be exact."""
+        if self._newest_left_out < 0:
+            return self._begun_s
+        begins = [one.begin_s for one in transfers]
+        for request in requests:
+            begins += [s for s in (request.queued_s, request.scheduled_s) if s is not None]
+        return max(self._begun_s, min([from_s, *begins]))
 
     def _first_s(self) -> float:
         first = self._steps[min(self._steps)]
@@ -198,7 +213,7 @@ class TraceCollector:
         )
 
     def _moved(self, record: _Record, *names: str) -> _Record:
-        """`record` with these times counted from the begin of the trace."""
+        """`record` with these times counted from where the trace's begin."""
         times = {name: getattr(record, name) for name in names}
         moved: dict[str, Any] = {
             name: None if one is None else self._at(one) for name, one in times.items()
@@ -206,6 +221,6 @@ class TraceCollector:
         return dataclasses.replace(record, **moved)
 
     def _at(self, time_s: float) -> float:
-        """From the begin of the trace, in whole nanoseconds; what a device's clock tells a moment
-        too soon is 0."""
-        return max(0, round((time_s - self._begun_s) * 1e9)) / 1e9
+        """From where times begin, in whole nanoseconds; what a device's clock tells a moment too
+        soon is 0."""
+        return max(0, round((time_s - self._zero_s) * 1e9)) / 1e9

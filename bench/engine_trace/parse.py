@@ -24,7 +24,7 @@ from interlace.engine.trace_file import FORMAT
 MAX_FILE_BYTES = 256 << 20
 _HEAD_BYTES = 4096
 """In which a file says what it is."""
-_MOST_LAYERS = 10_000
+_MOST_LAYERS = 1024
 _MODES = ("NONE", "PIECEWISE", "FULL")
 
 
@@ -231,6 +231,7 @@ def _transfer(event: Any, num_layers: int) -> TransferTiming:
         end_s=end_s,
         step_id=None if step_id is None else _whole(step_id),
         error=None if error is None else _text(error),
+        failed_ids=tuple(_text(one) for one in _list(args["failed_ids"])),
         transfer=_text(args["transfer"]),
     )
     if not piece.first_layer < piece.end_layer <= max(num_layers, piece.first_layer + 1):

@@ -168,14 +168,14 @@ def window_of(trace: EngineTrace, step_id: int | None = None) -> Window:
         known = f"{steps[0].step_id} to {steps[-1].step_id}" if steps else "none"
         wanted = "no step" if step_id is None else f"no step {step_id}"
         raise ConfigError(f"the trace has {wanted} with times of the device; it has {known}.")
-    loads = loads_of(trace)
+    loads, saves = loads_of(trace), saves_of(trace)
     within = [one for one in loads if one.step_id in {step.step_id for step in shown}]
     begin_s = min([*(step.begin_s for step in shown), *(one.begin_s for one in within)])
     begin, end = to_ns(begin_s), to_ns(shown[-1].end_s)
     lanes = {
-        "load": _cut(transfer_spans(loads, "load"), begin, end),
+        "load": _cut(transfer_spans(_within(loads, begin, end), "load"), begin, end),
         "compute": _cut([span for step in shown for span in compute_spans(step)], begin, end),
-        "store": _cut(transfer_spans(saves_of(trace), "store"), begin, end),
+        "store": _cut(transfer_spans(_within(saves, begin, end), "store"), begin, end),
     }
     return Window(
         tuple(shown),
@@ -213,6 +213,11 @@ def _around(steps: Sequence[StepTiming], place: int) -> list[StepTiming]:
         else:
             break
     return list(steps[first : last + 1])
+
+
+def _within(pieces: Sequence[TransferTiming], begin_ns: int, end_ns: int) -> list[TransferTiming]:
+    """Those of which something lies between these."""
+    return [one for one in pieces if to_ns(one.begin_s) < end_ns and to_ns(one.end_s) > begin_ns]
 
 
 def _cut(spans: Sequence[Span], begin: int, end: int) -> tuple[Span, ...]:

@@ -12,8 +12,8 @@ are the newest samples of each power of two of tokens: a thousand decodes do not
 prompt from which a token's price is known. With three numbers to find, all seven sets of them that
 may be above zero are tried, and the best that has no negative one is taken: exact, and cheaper than
 a general solver's iterations. Where all steps had about the same size, noise decides between the
-prices, and all of a long prompt may look as cheap as a part of it: then nothing would be loaded, for
-ever. So what is to be computed in place of a load is held to a bound, see `at_least_seconds`.
+prices, and all of a long prompt may look as cheap as a part of it: then nothing would be loaded,
+for ever. So what is to be computed in place of a load is held to a bound: `at_least_seconds`.
 
 Pure Python, event loop; reads no clock.
 """

@@ -79,7 +79,11 @@ class LoadNotes(_Notes):
         """A group was copied, but for parts that have failed."""
         fitting = [runs for runs in parts if runs is not None]
         num_bytes = meter.num_bytes - begun.num_bytes
-        reason = next((str(error) for error in errors if error is not None), None)
+        whys = list(errors)
+        reason = next((str(error) for error in whys if error is not None), None)
+        failed = tuple(
+            one for one, error in zip(self._request_ids, whys, strict=False) if error is not None
+        )
 
         def tell(begin_s: float, end_s: float) -> TransferTiming:
             return TransferTiming(
@@ -91,6 +95,7 @@ class LoadNotes(_Notes):
                 end_s=end_s,
                 step_id=self._step_id,
                 error=reason,
+                failed_ids=failed,
             )  # fmt: skip
 
         self._end(begun, tell)
@@ -120,6 +125,7 @@ class SliceNotes(_Notes):
                 layers.start, layers.stop, runs.num_blocks, num_bytes, _ways([runs]),
                 begin_s, end_s,
                 error=error,
+                failed_ids=(transfer.name,) if self._way == "load" and error is not None else (),
                 transfer=transfer.name,
             )  # fmt: skip
 

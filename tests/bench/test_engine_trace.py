@@ -89,6 +89,7 @@ def transfers(draw: st.DrawFn) -> TransferTiming:
         end / 1e9,
         draw(st.none() | counts),
         draw(st.none() | names),
+        tuple(draw(st.lists(names, max_size=2))),
         draw(names),
     )
 

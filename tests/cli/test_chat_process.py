@@ -108,6 +108,24 @@ def test_a_full_disk_is_said_in_one_line(args: tuple[str, ...]) -> None:
     assert b"Traceback" not in done.stderr
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+@pytest.mark.parametrize("args", [["--version"], ["--help"]])
+def test_what_other_commands_print_may_not_fit_either(args: list[str]) -> None:
+    """Also what is still in a buffer when the command has ended."""
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-c", "from interlace.cli.app import main; main()", *args],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            env=environment(),
+            timeout=60,
+            check=False,
+        )
+    assert done.returncode == 1
+    assert done.stderr.count(b"\n") == 1
+    assert done.stderr.startswith(b"interlace: ")
+
+
 def test_output_that_cannot_show_a_character_replaces_it() -> None:
     done = run("Gr\u00fc\u00dfe", "-p", "Hi", PYTHONIOENCODING="ascii", PYTHONUTF8="0")
     assert (done.returncode, done.stdout) == (0, "Gr??e\n")

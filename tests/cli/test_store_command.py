@@ -233,7 +233,7 @@ def test_a_name_of_any_bytes_is_shown(empty: Path) -> None:
     write(empty, "a", {1: 0}, space, 10, 10).close()
     code, out, _ = run("ls", str(empty))
     assert code == 0
-    assert out.splitlines()[1].endswith("  m\\udcff<U+009B>模型")
+    assert out.splitlines()[1].endswith("  m<U+DCFF><U+009B>模型")
     assert said("ls", str(empty))["prefixes"][0]["model_names"] == [space.model_name]
 
 

@@ -12,6 +12,7 @@ import pytest
 from engine_kit import PATIENCE_S, GatedRunner, build_engine, greedy, open_engine, until
 from trace_kit import a_step, ms, problems_of, read
 
+from interlace.bench.engine_trace.parse import from_json
 from interlace.engine.engine_trace import EngineTrace, EngineTraceFacts
 from interlace.engine.errors import ConfigError, ConnectorError, EngineDeadError
 from interlace.engine.events import (
@@ -31,6 +32,7 @@ from interlace.engine.ports import Clock
 from interlace.engine.scheduler_output import SchedulerOutput
 from interlace.engine.step_timings import RecordingFacts, StepTiming, Timings
 from interlace.engine.trace_collector import REQUESTS_PER_STEP, TraceCollector
+from interlace.engine.trace_file import to_json
 
 PROMPT = [3, 1, 4, 1, 5]
 FACTS = EngineTraceFacts("m", "float32", "cpu", "", "host", 3, None, "", "")
@@ -210,7 +212,7 @@ async def test_an_event_that_cannot_be_taken_in_is_counted(
 @pytest.mark.parametrize("last_steps", [0, -3, 100_000])
 async def test_numbers_of_steps_that_cannot_be(last_steps: int, tmp_path: Path) -> None:
     async with open_engine(is_open=True) as opened:
-        with pytest.raises(ConfigError, match="last_steps must be from 1 to 8192"):
+        with pytest.raises(ConfigError, match="last_steps must be from 1 to 2048"):
             async with opened.engine.trace(tmp_path / "t", last_steps=last_steps):
                 pass
 
@@ -278,7 +280,7 @@ def test_the_newest_steps_are_kept_with_what_belongs_to_them() -> None:
     assert [step.step_id for step in trace.steps] == [2, 3, 4]
     (request,) = trace.requests
     assert (request.request_id, request.num_local_cached_tokens) == ("new", 1), "the first time"
-    assert request.first_token_s == ms(41)
+    assert (request.queued_s, request.first_token_s) == (0.0, ms(11)), "from what is kept on"
     left_out = trace.left_out
     assert (left_out.steps, left_out.requests, left_out.timings) == (2, 1, 4)
 
@@ -309,3 +311,16 @@ async def test_a_step_under_way_at_the_end_is_waited_for_though_others_look(tmp_
             asyncio.get_running_loop().call_later(0.05, runner.open)
         trace = await read(tmp_path / "t")
         assert [step.timing is not None for step in trace.steps] == [True]
+
+
+def test_times_of_a_long_trace_begin_with_what_is_kept_of_it() -> None:
+    """Counted from the recording's begin they would be too large to be exact, and to be read."""
+    far_s = 40 * 86_400.0
+    collector = TraceCollector(2, 0.0)
+    for step_id in range(5):
+        at = far_s + step_id
+        collector.take(StepScheduled(at, step_id, (("a", 1),)))
+        collector.take(StepDone(at + 0.5, step_id, 1, ("a",), at + 0.25))
+    trace = collector.trace(FACTS, 0)
+    assert [step.host.scheduled_s for step in trace.steps] == [0.0, 1.0]
+    assert from_json("".join(to_json(trace))) == trace

@@ -207,7 +207,6 @@ async def test_a_load_that_fails_is_told_of(
     assert "it is gone" in failed[0].error
 
 
-@pytest.mark.xfail(strict=True, reason="a piece is of all parts, and one of them has failed")
 async def test_a_failed_gate_names_those_alone_whose_blocks_did_not_come(
     deep_model: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
