@@ -403,6 +403,7 @@ def test_numbers_that_no_float_can_be_are_refused(name: str) -> None:
 
 
 def test_a_picture_names_a_model_whose_path_is_no_text() -> None:
+    pytest.importorskip("matplotlib")
     trace = from_json(_with(lambda document: document["otherData"].update(model="/data/\udcff")))
     assert draw_picture(trace, "svg")
 
