@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from interlace.engine.errors import ConfigError
+from interlace.engine.file_access import reason_of
 
 
 @contextmanager
@@ -23,10 +24,9 @@ def scratch_folder(parent: str | None, option: str) -> Iterator[Path]:
             prefix="interlace-bench-", dir=parent, ignore_cleanup_errors=True
         )
     except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
         raise ConfigError(
-            f"no files can be kept in {parent or tempfile.gettempdir()} ({reason}); name a folder "
-            f"that exists and can be written, by {option}."
+            f"no files can be kept in {parent or tempfile.gettempdir()} ({reason_of(error)}); name"
+            f" a folder that exists and can be written, by {option}."
         ) from error
     with scratch as folder:
         yield Path(folder)

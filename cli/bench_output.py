@@ -6,10 +6,11 @@ import contextlib
 import os
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
-from interlace.engine.errors import ConfigError
+from interlace.engine.file_access import refusing
 
 if TYPE_CHECKING:
     from interlace.bench.report import Report
@@ -95,17 +96,12 @@ def check_target(option: str, target: str) -> None:
             path.unlink()
 
 
-@contextlib.contextmanager
-def writing(option: str, target: str) -> Iterator[None]:
+def writing(option: str, target: str) -> AbstractContextManager[None]:
     """Raises: `ConfigError` for what a file that cannot be written raises."""
-    try:
-        yield
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        raise ConfigError(
-            f"{option} {target} cannot be written ({reason}): name a file in an existing folder"
-            " that this user may write to."
-        ) from error
+    return refusing(
+        f"{option} {target} cannot be written",
+        "name a file in an existing folder that this user may write to",
+    )
 
 
 def show(report: Report, json_target: str | None) -> None:

@@ -29,6 +29,7 @@ from interlace.cli.running import run as run_coroutine
 from interlace.cli.screen import harmless
 from interlace.engine.clock import MonotonicClock
 from interlace.engine.errors import ConfigError, InterlaceError
+from interlace.engine.file_access import refusing
 
 if TYPE_CHECKING:
     from interlace.bench.grid.compare import Comparison
@@ -263,14 +264,11 @@ def _tell(line: str, json: str | None) -> None:
 
 def _read(file: Path) -> bytes:
     """Raises: `ConfigError`."""
-    try:
-        with file.open("rb") as stream:
-            content = stream.read(MAX_FILE_BYTES + 1)
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        raise ConfigError(
-            f"{file} cannot be read ({reason}): name a grid's file; bench/runs/ has some."
-        ) from error
+    with (
+        refusing(f"{file} cannot be read", "name a grid's file; bench/runs/ has some"),
+        file.open("rb") as stream,
+    ):
+        content = stream.read(MAX_FILE_BYTES + 1)
     if len(content) > MAX_FILE_BYTES:
         raise ConfigError(f"{file} is longer than {MAX_FILE_BYTES >> 20} MiB: that is no grid.")
     return content
@@ -281,13 +279,8 @@ def _result_folder(file: Path, out: Path | None) -> Path:
     from interlace.bench.scratch import scratch_folder
 
     folder = file.parent / "results" if out is None else out
-    try:
+    with refusing(f"{folder} cannot be made", "name a folder for results by --out"):
         folder.mkdir(parents=True, exist_ok=True)
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        raise ConfigError(
-            f"{folder} cannot be made ({reason}): name a folder for results by --out."
-        ) from error
     with scratch_folder(str(folder), "--out"):
         pass
     return folder

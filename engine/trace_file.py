@@ -8,17 +8,15 @@ in it and gate waits in those; requests are asynchronous events. `otherData` say
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
-import os
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TextIO
 
 from interlace.engine.engine_trace import EngineTrace, TracedRequest, TracedStep
 from interlace.engine.errors import ConfigError
+from interlace.engine.file_access import reason_of, replacing
 from interlace.engine.options import is_path
 from interlace.engine.step_timings import LayerTiming, StepTiming, TransferTiming
 
@@ -165,7 +163,8 @@ def check_target(path: Path) -> None:
     """
     try:
         _refuse_others(path)
-        _new_file(path, lambda file: None).unlink()
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
     except (OSError, ValueError) as error:
         raise _unwritable(path, error) from error
 
@@ -178,13 +177,8 @@ def write_trace(path: Path, trace: EngineTrace) -> None:
     """
     try:
         _refuse_others(path)
-        written = _new_file(path, lambda file: file.writelines(to_json(trace)))
-        try:
-            written.replace(path)
-        except OSError:
-            with contextlib.suppress(OSError):
-                written.unlink()
-            raise
+        with replacing(path) as file:
+            file.writelines(part.encode("utf-8") for part in to_json(trace))
     except (OSError, ValueError) as error:
         raise _unwritable(path, error) from error
 
@@ -200,25 +194,8 @@ def _refuse_others(path: Path) -> None:
         raise OSError("it is no file")
 
 
-def _new_file(path: Path, write: Callable[[TextIO], None]) -> Path:
-    """A file beside `path`, with the mode 0600, and with what `write` writes; none if that fails.
-
-    Raises: `OSError`, and what it raises.
-    """
-    # Not by the whole name: a longer one may not be possible.
-    handle, name = tempfile.mkstemp(prefix=".interlace-", dir=path.parent)
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            write(file)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            Path(name).unlink()
-        raise
-    return Path(name)
-
-
 def _unwritable(path: Path, error: OSError | ValueError) -> ConfigError:
-    reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
     return ConfigError(
-        f"the trace {path} cannot be written: {reason}. Name a file in an existing folder."
+        f"the trace {path} cannot be written: {reason_of(error)}. Name a file in an existing"
+        " folder."
     )

@@ -17,6 +17,7 @@ from interlace.engine.engine_trace import (
     TracedStep,
 )
 from interlace.engine.errors import ConfigError
+from interlace.engine.file_access import refusing
 from interlace.engine.outputs import FinishReason
 from interlace.engine.step_timings import MOST, LayerTiming, StepTiming, TransferTiming
 from interlace.engine.trace_file import FORMAT
@@ -44,15 +45,14 @@ def read_file(path: Path) -> EngineTrace | None:
 
     Raises: `ConfigError` if it says so, and is damaged, or larger than 256 MiB.
     """
-    try:
-        with path.open("rb") as file:
-            head = file.read(_HEAD_BYTES)
-            if FORMAT.encode() not in head:
-                return None
-            content = head + file.read(MAX_FILE_BYTES + 1 - len(head))
-    except OSError as error:
-        reason = error.strerror or error
-        raise ConfigError(f"{path} cannot be read ({reason}): name what --trace wrote.") from error
+    with (
+        refusing(f"{path} cannot be read", "name what --trace wrote"),
+        path.open("rb") as file,
+    ):
+        head = file.read(_HEAD_BYTES)
+        if FORMAT.encode() not in head:
+            return None
+        content = head + file.read(MAX_FILE_BYTES + 1 - len(head))
     if len(content) > MAX_FILE_BYTES:
         raise ConfigError(
             f"{path} is larger than 256 MiB, which no trace is: name what --trace wrote."

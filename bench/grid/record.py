@@ -5,19 +5,18 @@ A file is written under another name first, so that whoever reads it finds a who
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import datetime
 import hashlib
 import json
 import os
-import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 from interlace.bench.grid.axes import AXES, Value
 from interlace.engine.errors import ConfigError
+from interlace.engine.file_access import refusing, replacing
 
 FORMAT: Final = "interlace bench run 1"
 MAX_BYTES: Final = 64 << 20
@@ -125,24 +124,12 @@ def write_atomically(path: Path, content: str | bytes) -> None:
     Raises: `ConfigError` if it cannot be written.
     """
     data = content.encode("utf-8") if isinstance(content, str) else content
-    temporary: str | None = None
-    try:
-        number, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-        with os.fdopen(number, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        Path(temporary).chmod(0o644)
-        Path(temporary).replace(path)
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        raise ConfigError(
-            f"{path} cannot be written ({reason}): choose another folder by --out."
-        ) from error
-    finally:
-        if temporary is not None:
-            with contextlib.suppress(OSError):
-                Path(temporary).unlink()  # it is not there any more if all went well
+    with (
+        refusing(f"{path} cannot be written", "choose another folder by --out"),
+        replacing(path) as file,
+    ):
+        file.write(data)
+        os.fchmod(file.fileno(), 0o644)
 
 
 def read_run(path: Path) -> GridRun:
@@ -150,14 +137,11 @@ def read_run(path: Path) -> GridRun:
 
     Raises: `ConfigError` if it cannot be read, or is something else.
     """
-    try:
-        with path.open("rb") as file:
-            content = file.read(MAX_BYTES + 1)
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        raise ConfigError(
-            f"{path} cannot be read ({reason}): name what `interlace bench run` wrote."
-        ) from error
+    with (
+        refusing(f"{path} cannot be read", "name what `interlace bench run` wrote"),
+        path.open("rb") as file,
+    ):
+        content = file.read(MAX_BYTES + 1)
     return parse_run(content, str(path))
 
 

@@ -16,6 +16,7 @@ from interlace.bench.step_trace.intervals import Interval
 from interlace.bench.step_trace.parse import HYBRID_FORMAT, STEP_FORMAT, TIDS, from_json
 from interlace.bench.step_trace.trace import AnyTrace, Span, StepTrace
 from interlace.engine.errors import ConfigError
+from interlace.engine.file_access import refusing
 
 MAX_FILE_BYTES = 64 << 20
 _LONGEST_NAME = 120
@@ -92,14 +93,11 @@ def _complete(
 def read_file(path: Path) -> AnyTrace:
     """The timeline in a file. Raises: `ConfigError` if it cannot be read, is larger than 64 MiB, or
     is not what `to_json` writes."""
-    try:
-        with path.open("rb") as file:
-            content = file.read(MAX_FILE_BYTES + 1)
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        raise ConfigError(
-            f"{path} cannot be read ({reason}): name what `interlace bench timeline --trace` wrote."
-        ) from error
+    with (
+        refusing(f"{path} cannot be read", "name what `interlace bench timeline --trace` wrote"),
+        path.open("rb") as file,
+    ):
+        content = file.read(MAX_FILE_BYTES + 1)
     if len(content) > MAX_FILE_BYTES:
         raise ConfigError(
             f"{path} is larger than 64 MiB, which no timeline is: name a file that"

@@ -1,17 +1,16 @@
-"""Where files are cached, how they are replaced, and how long a killed process's may stay."""
+"""Where files are cached, and how long a killed process's may stay."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import shutil
-import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO
 
 import platformdirs
+
+from interlace.engine.file_access import UNFINISHED_SUFFIX
 
 CACHE_VARIABLE = "INTERLACE_CACHE_DIR"
 SCRATCH_PREFIX = "building-"
@@ -40,7 +39,7 @@ def remove_stale_scratch(folder: Path) -> None:
     What cannot be removed stays: the folder may be read-only.
     """
     oldest = time.time() - _SCRATCH_AGE_S
-    for left in [*folder.glob(f"{SCRATCH_PREFIX}*"), *folder.glob("*.tmp")]:
+    for left in [*folder.glob(f"{SCRATCH_PREFIX}*"), *folder.glob(f"*{UNFINISHED_SUFFIX}")]:
         with contextlib.suppress(OSError):  # another process may have been quicker
             if left.lstat().st_mtime >= oldest:
                 continue
@@ -48,21 +47,3 @@ def remove_stale_scratch(folder: Path) -> None:
                 shutil.rmtree(left, ignore_errors=True)
             else:
                 left.unlink()
-
-
-@contextlib.contextmanager
-def replacing(path: Path) -> Iterator[BinaryIO]:
-    """A file that takes the place of `path` when the block ends well, and is removed if not.
-
-    Readable by its owner alone. Raises: `OSError`, with `path` as it was.
-    """
-    descriptor, name = tempfile.mkstemp(prefix=f"{path.name}.", suffix=".tmp", dir=path.parent)
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        Path(name).replace(path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise

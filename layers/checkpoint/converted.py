@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from interlace.layers.checkpoint.cache_folder import replacing
+from interlace.engine.file_access import replacing
 from interlace.layers.checkpoint.description import DESCRIPTION, WEIGHTS
 
 _ALIGNMENT = 64  # bytes, of the first tensor; a cache line

@@ -17,11 +17,11 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from interlace.engine.file_access import replacing
 from interlace.layers.checkpoint.cache_folder import (
     cache_folder,
     private_folder,
     remove_stale_scratch,
-    replacing,
 )
 
 MEMO_NAME: Final = "digests.json"
