@@ -451,10 +451,18 @@ class PipelineWorker:
         shares, self._shares = self._shares, []
         for one in self._bulk_loads:
             shares += one.news()
-        report = PipelineReport(copied, failed, loaded, tuple(shares), opened.sampler.take(), loads)
-        if opened.files is not None:
-            report = self._with_files(report, opened.files)
-        report = self._with_own_counts(report, opened)
+        report = PipelineReport() if opened.files is None else self._of_files(opened.files)
+        report = dataclasses.replace(
+            report,
+            copied=copied,
+            failed=failed,
+            loaded=loaded,
+            shares=tuple(shares),
+            steps=opened.sampler.take(),
+            loads=loads,
+            counts=(*report.counts, *self._take_counts(opened.pipeline)),
+            levels=self._take_levels(opened),
+        )
         return None if report == PipelineReport() else report
 
     @property
@@ -484,31 +492,32 @@ class PipelineWorker:
         if self._open.files is not None:
             self._open.files.maps.end_load(load.load_id)
 
-    def _with_own_counts(self, report: PipelineReport, opened: _Opened) -> PipelineReport:
-        """With what was timed beside the steps, and what is stuck, or waits."""
+    def _take_counts(self, pipeline: LayerPipeline) -> list[tuple[str, int]]:
+        """What was timed beside the steps, and what is stuck."""
         counts, self._beside = self._beside, collections.Counter()
-        num_stuck, num_hanging = opened.pipeline.num_stuck, opened.pipeline.num_hanging
+        num_stuck = pipeline.num_stuck
         counts["transfers_stuck"] += num_stuck - self._num_stuck
         self._num_stuck = num_stuck
+        return [(name, n) for name, n in counts.items() if n]
+
+    def _take_levels(self, opened: _Opened) -> tuple[tuple[str, int], ...]:
+        """How things stand, of those that have changed."""
         levels = {} if opened.files is None else opened.files.levels
+        num_hanging = opened.pipeline.num_hanging
         levels["transfers_hanging"] = levels.get("transfers_hanging", 0) + num_hanging
         changed = [pair for pair in levels.items() if pair[1] != self._levels.get(pair[0], 0)]
         self._levels = levels
-        return dataclasses.replace(
-            report,
-            counts=(*report.counts, *((name, n) for name, n in counts.items() if n)),
-            levels=tuple(changed),
-        )
+        return tuple(changed)
 
-    def _with_files(self, report: PipelineReport, files: FileWork) -> PipelineReport:
+    def _of_files(self, files: FileWork) -> PipelineReport:
+        """What is about them."""
         samples, self._fetch_samples = self._fetch_samples, []
         unfetched, self._unfetched = frozenset(self._unfetched), set()
         unneeded, self._unneeded = frozenset(self._unneeded), set()
         damaged, self._damaged = frozenset(self._damaged), set()
         stored, unstored = files.take_stored()
         mapped, closing = files.maps.take_news()
-        return dataclasses.replace(
-            report,
+        return PipelineReport(
             stored=stored,
             unstored=unstored,
             unfetched=unfetched,
