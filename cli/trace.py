@@ -44,13 +44,15 @@ from interlace.cli.running import run
 from interlace.cli.screen import harmless
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable, Mapping
     from typing import TextIO
 
     from interlace.bench.step_trace.trace import AnyTrace
     from interlace.engine.engine_trace import EngineTrace
 
 MAX_GROUP_SIZE = 1024
+Kind: TypeAlias = Literal["png", "svg"]
+"""Of a picture."""
 
 NewTokens: TypeAlias = Annotated[
     int,
@@ -149,7 +151,7 @@ def timeline(
 
     check_json_target(json)
     check_terminal(live)
-    _check_target("--trace", trace)
+    check_target("--trace", trace)
     plan = TimelinePlan(prompt_tokens, new, repeats, group_size, load_mode)
     plan.check()
     settings = engine_settings(
@@ -190,46 +192,32 @@ def trace(
     step with --step. "pause": before the step the device had none. Pictures
     need matplotlib: pip install interlace\\[plot].
     """
-    for option, target in (("--png", png), ("--svg", svg)):
+    targets: dict[Kind, str | None] = {"png": png, "svg": svg}
+    for kind, target in targets.items():
         if target is not None:
-            _check_target(option, target)
-    engine = _engine_trace(file)
-    if engine is not None:
-        _show_engine(engine, steps, step, png, svg, as_json=as_json)
-        return
-    from interlace.bench.step_trace.file import read_file
+            check_target(f"--{kind}", target)
+    from interlace.bench.engine_trace.parse import read_file as read_engine_file
 
+    engine = read_engine_file(file)
+    if engine is not None:
+        from interlace.bench.engine_trace import picture as engine_picture
+
+        _show_engine(engine, steps, step, as_json=as_json)
+        _draw(targets, lambda kind: engine_picture.draw_picture(engine, kind, step))
+        return
     if step is not None or as_json:
         raise typer.BadParameter(
             "--step and --json are for files that `--trace` of an engine wrote."
         )
+    from interlace.bench.step_trace import picture
+    from interlace.bench.step_trace.file import read_file
+
     found = read_file(file)
     _tell(found, sys.stdout)
-    if png is not None:
-        _draw("--png", png, found)
-    if svg is not None:
-        _draw("--svg", svg, found)
+    _draw(targets, lambda kind: picture.draw_picture(found, kind))
 
 
-def _engine_trace(file: Path) -> EngineTrace | None:
-    """None if it is a file of another kind, or none at all: whoever reads those says so.
-
-    Raises: `ConfigError` if it says that it is one, and is not.
-    """
-    from interlace.bench.engine_trace.parse import read_file
-
-    return read_file(file)
-
-
-def _show_engine(
-    found: EngineTrace,
-    num_steps: int,
-    step: int | None,
-    png: str | None,
-    svg: str | None,
-    *,
-    as_json: bool,
-) -> None:
+def _show_engine(found: EngineTrace, num_steps: int, step: int | None, *, as_json: bool) -> None:
     from interlace.bench.engine_trace.text import lines, step_view, to_dict
 
     if as_json:
@@ -238,18 +226,13 @@ def _show_engine(
         _echo(lines(found, num_steps), sys.stdout)
     else:
         _echo(step_view(found, step), sys.stdout)
-    for option, target in (("--png", png), ("--svg", svg)):
+
+
+def _draw(targets: Mapping[Kind, str | None], draw: Callable[[Kind], bytes]) -> None:
+    """`draw` makes the content of a picture."""
+    for kind, target in targets.items():
         if target is not None:
-            from interlace.bench.engine_trace.picture import draw_picture
-
-            kind: Literal["png", "svg"] = "png" if option == "--png" else "svg"
-            _write(option, target, draw_picture(found, kind, step))
-
-
-def _draw(option: str, target: str, found: AnyTrace) -> None:
-    from interlace.bench.step_trace.picture import draw_picture
-
-    _write(option, target, draw_picture(found, "png" if option == "--png" else "svg"))
+            _write(f"--{kind}", target, draw(kind))
 
 
 def _tell(found: AnyTrace, stream: TextIO) -> None:
@@ -262,11 +245,6 @@ def _tell(found: AnyTrace, stream: TextIO) -> None:
 def _echo(lines: Iterable[str], stream: TextIO) -> None:
     for line in lines:
         typer.echo(harmless(line), file=stream)
-
-
-def _check_target(option: str, target: str) -> None:
-    """Before minutes are spent on its content. Raises: `ConfigError`."""
-    check_target(option, target)
 
 
 def _write(option: str, target: str, content: bytes) -> None:

@@ -18,6 +18,7 @@ from interlace.engine.engine_trace import EngineTrace, TracedRequest, TracedStep
 from interlace.engine.errors import ConfigError
 from interlace.engine.file_access import reason_of, replacing
 from interlace.engine.options import is_path
+from interlace.engine.perfetto import complete_event, metadata_event
 from interlace.engine.step_timings import LayerTiming, StepTiming, TransferTiming
 
 FORMAT = "interlace engine trace 1"
@@ -32,7 +33,7 @@ def to_json(trace: EngineTrace) -> Iterator[str]:
     facts, left_out = dataclasses.asdict(trace.facts), dataclasses.asdict(trace.left_out)
     other = {"format": FORMAT, **facts, "left_out": left_out}
     yield f'{{"displayTimeUnit": "ms",\n"otherData": {json.dumps(other)},\n"traceEvents": [\n'
-    yield json.dumps(_meta("process_name", 0, {"name": f"interlace {trace.facts.model}"}))
+    yield json.dumps(metadata_event("process_name", 0, {"name": f"interlace {trace.facts.model}"}))
     for event in _events(trace):
         yield ",\n" + json.dumps(event)
     yield "\n]}\n"
@@ -41,8 +42,8 @@ def to_json(trace: EngineTrace) -> Iterator[str]:
 def _events(trace: EngineTrace) -> Iterator[dict[str, object]]:
     tids = _tids(trace.transfers)
     for name, tid in tids.items():
-        yield _meta("thread_name", tid, {"name": name})
-        yield _meta("thread_sort_index", tid, {"sort_index": tid})
+        yield metadata_event("thread_name", tid, {"name": name})
+        yield metadata_event("thread_sort_index", tid, {"sort_index": tid})
     for step in trace.steps:
         yield from _host_events(step)
         if step.timing is not None:
@@ -132,19 +133,11 @@ def _request_events(request: TracedRequest, number: int) -> Iterator[dict[str, o
     yield {**base, "ph": "e", "ts": _us(end)}
 
 
-def _meta(name: str, tid: int, args: dict[str, object]) -> dict[str, object]:
-    return {"ph": "M", "name": name, "pid": 1, "tid": tid, "args": args}
-
-
 def _complete(
     name: str, category: str, tid: int, begin_s: float, end_s: float, args: Mapping[str, object]
 ) -> dict[str, object]:
     """An event with a begin and a length."""
-    begin, end = round(begin_s * 1e9), round(end_s * 1e9)
-    return {
-        "ph": "X", "name": name, "cat": category, "pid": 1, "tid": tid,
-        "ts": begin / 1000, "dur": (end - begin) / 1000, "args": args,
-    }  # fmt: skip
+    return complete_event(name, category, tid, round(begin_s * 1e9), round(end_s * 1e9), args)
 
 
 def _us(time_s: float) -> float:

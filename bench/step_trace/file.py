@@ -17,6 +17,7 @@ from interlace.bench.step_trace.parse import HYBRID_FORMAT, STEP_FORMAT, TIDS, f
 from interlace.bench.step_trace.trace import AnyTrace, Span, StepTrace
 from interlace.engine.errors import ConfigError
 from interlace.engine.file_access import refusing
+from interlace.engine.perfetto import complete_event, metadata_event
 
 MAX_FILE_BYTES = 64 << 20
 _LONGEST_NAME = 120
@@ -35,10 +36,10 @@ def to_json(trace: AnyTrace) -> str:
 
 
 def _events(trace: AnyTrace) -> Iterator[dict[str, object]]:
-    yield _meta("process_name", 0, {"name": _title(trace)})
+    yield metadata_event("process_name", 0, {"name": _title(trace)})
     for lane, tid in TIDS.items():
-        yield _meta("thread_name", tid, {"name": lane})
-        yield _meta("thread_sort_index", tid, {"sort_index": tid})
+        yield metadata_event("thread_name", tid, {"name": lane})
+        yield metadata_event("thread_sort_index", tid, {"sort_index": tid})
     for number, span in enumerate(trace.spans):
         args: dict[str, object] = {"layer": span.layer, "part": span.part}
         args |= {"request": trace.facts.request_id} | _step_of(trace, number)
@@ -76,18 +77,11 @@ def _name(span: Span) -> str:
     return span.part if span.layer is None else f"layer {span.layer}"
 
 
-def _meta(name: str, tid: int, args: dict[str, object]) -> dict[str, object]:
-    return {"ph": "M", "name": name, "pid": 1, "tid": tid, "args": args}
-
-
 def _complete(
     name: str, category: str, span: Span, when: Interval, args: dict[str, object]
 ) -> dict[str, object]:
-    """An event with a begin and a length, in microseconds as the format has it."""
-    return {
-        "ph": "X", "name": name, "cat": category, "pid": 1, "tid": TIDS[span.lane],
-        "ts": when.begin_ns / 1000, "dur": when.length_ns / 1000, "args": args,
-    }  # fmt: skip
+    """An event on the lane of `span`."""
+    return complete_event(name, category, TIDS[span.lane], when.begin_ns, when.end_ns, args)
 
 
 def read_file(path: Path) -> AnyTrace:
