@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from command_line import run_main
 
 from interlace.bench import session
 from interlace.bench.grid import session as grid_session
-from interlace.cli import app
 
 WRITTEN = "written"
 READ = "read"
@@ -67,16 +66,6 @@ def nothing_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grid_session, "prepare_grid", refuse)
 
 
-def complaint(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *args: str
-) -> tuple[int, str]:
-    monkeypatch.setattr(sys, "argv", ["interlace", *args])
-    with pytest.raises(SystemExit) as ended:
-        app.main()
-    assert isinstance(ended.value.code, int)
-    return ended.value.code, capsys.readouterr().err
-
-
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("target", TARGETS)
 def test_a_bad_place_is_one_line_with_a_remedy(
@@ -90,7 +79,7 @@ def test_a_bad_place_is_one_line_with_a_remedy(
         pytest.skip("that is the current folder")
     args = TARGETS[target][1]
     before = sorted(root.rglob("*"))
-    code, err = complaint(monkeypatch, capsys, *args, PLACES[place](root))
+    code, _, err = run_main(monkeypatch, capsys, *args, PLACES[place](root))
     assert code in (1, 2), err
     assert "Traceback" not in err
     if code == 1:  # else the usage is told too
@@ -104,7 +93,7 @@ def test_a_bad_place_is_one_line_with_a_remedy(
 def test_a_folder_is_no_file_to_write(
     target: str, root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    code, err = complaint(monkeypatch, capsys, *TARGETS[target][1], str(root))
+    code, _, err = run_main(monkeypatch, capsys, *TARGETS[target][1], str(root))
     assert (code, err.count("\n")) == (1, 1)
     assert "cannot be written (Is a directory): name a file in an existing folder" in err
     assert sorted(root.rglob("*")) == [root / "file", root / "loop"]

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
-import sys
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
+from command_line import run_main
 from fake_engine import FakeEngine, Script
 
-from interlace.cli import app, chat
+from interlace.cli import chat
 from interlace.cli.chat_engine import ChatEngine
 from interlace.engine.config import EngineConfig
 from interlace.engine.errors import ModelError
@@ -51,15 +52,7 @@ def run(
 ) -> Run:
     """Runs `interlace` with arguments; gives its exit code, output and errors."""
 
-    def run(*args: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["interlace", *args])
-        with pytest.raises(SystemExit) as ended:
-            app.main()
-        code = ended.value.code
-        assert isinstance(code, int)
-        return code, *capsys.readouterr()
-
-    return run
+    return functools.partial(run_main, monkeypatch, capsys)
 
 
 @pytest.mark.parametrize("how", [("-p", ""), ("-p", "  "), ("--prompt-env", "INTERLACE_PROMPT")])

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import json
 import socket
-import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import closing
 from pathlib import Path
@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from bench_kit import tiny_dummy
+from command_line import run_main
 from engine_kit import greedy, open_engine
 from fake_engine import FakeEngine, Script
 from metrics_kit import scrape
@@ -23,7 +24,7 @@ from tiny_model import tiny_model
 from interlace.bench import session
 from interlace.bench.grid import session as grid_session
 from interlace.bench.shown import SharedMetrics
-from interlace.cli import app, chat
+from interlace.cli import chat
 from interlace.cli.chat_engine import ChatEngine
 from interlace.engine.config import EngineConfig
 from interlace.engine.metrics_server import listen, url_of
@@ -36,14 +37,7 @@ Run = Callable[..., tuple[int, str, str]]
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    def run(*args: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["interlace", *args])
-        with pytest.raises(SystemExit) as ended:
-            app.main()
-        assert isinstance(ended.value.code, int)
-        return ended.value.code, *capsys.readouterr()
-
-    return run
+    return functools.partial(run_main, monkeypatch, capsys)
 
 
 @pytest.fixture

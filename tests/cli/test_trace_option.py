@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
-import sys
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from bench_kit import tiny_dummy
+from command_line import run_main
 from fake_engine import FakeEngine, Script
 from tiny_model import tiny_model
 from trace_kit import problems_of, read, sample_trace
@@ -20,7 +21,7 @@ from interlace.bench import session
 from interlace.bench.engine_trace.parse import read_file
 from interlace.bench.engine_trace.text import lines, step_view
 from interlace.bench.traces import Traces
-from interlace.cli import app, chat
+from interlace.cli import chat
 from interlace.cli.chat_engine import ChatEngine
 from interlace.engine.config import EngineConfig
 from interlace.engine.ports import Progress
@@ -33,14 +34,7 @@ Run = Callable[..., tuple[int, str, str]]
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    def run(*args: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["interlace", *args])
-        with pytest.raises(SystemExit) as ended:
-            app.main()
-        assert isinstance(ended.value.code, int)
-        return ended.value.code, *capsys.readouterr()
-
-    return run
+    return functools.partial(run_main, monkeypatch, capsys)
 
 
 @pytest.fixture
