@@ -14,7 +14,7 @@ from typing import Literal, cast
 from interlace.bench.step_trace.facts import TraceFacts
 from interlace.bench.step_trace.intervals import Interval, merged
 from interlace.bench.step_trace.trace import LaneName, Span, StepTrace
-from interlace.engine.engine_trace import EngineTrace, TracedStep
+from interlace.engine.engine_trace import EngineTrace
 from interlace.engine.errors import ConfigError
 from interlace.engine.step_timings import LayerTiming, StepTiming, TransferTiming
 
@@ -235,8 +235,3 @@ def _cut(spans: Sequence[Span], begin: int, end: int) -> tuple[Span, ...]:
             found.append(_moved(cut, begin))
             free = last
     return tuple(found)
-
-
-def step_of(trace: EngineTrace, step_id: int) -> TracedStep | None:
-    """The step with that number."""
-    return next((step for step in trace.steps if step.step_id == step_id), None)

@@ -187,7 +187,12 @@ class FileTier(MemoryTier):
     def take(self, block_hashes: Sequence[bytes], at_hand: AtHand = NOTHING_AT_HAND) -> Taken:
         """See `MemoryTier`."""
         known = self._index.records
-        if at_hand.records.keys() == set(block_hashes) and known.keys().isdisjoint(block_hashes):
+        are_all = len(at_hand.records) == len(block_hashes)  # mostly none or all, and sooner told
+        if (
+            are_all
+            and at_hand.records.keys() == set(block_hashes)
+            and known.keys().isdisjoint(block_hashes)
+        ):
             self._stored.use_places(at_hand.mapped.values())
             return Taken(dict(at_hand.records), mapped=at_hand.mapped)
         in_memory = [block_hash for block_hash in block_hashes if block_hash in known]
